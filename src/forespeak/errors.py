@@ -1,0 +1,49 @@
+"""Errors that a user meets.
+
+Every message says what was given, what is allowed and what to do next. The command line prints
+the message and exits with code 2; programmer mistakes stay ``assert``.
+
+    ForespeakError
+    ├── OptionError        an option, a setting or a combination of them is not possible
+    ├── PromptError        a prompt or a prompt file cannot be used
+    ├── ModelError         a model cannot be found, read or run
+    │   └── CheckpointError    a file is missing, cut, corrupt or of another shape
+    └── DrafterError       a drafter does not fit its target
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ForespeakError(Exception):
+    """Base of all errors that are the input's fault and not ours."""
+
+
+class OptionError(ForespeakError):
+    """An option, a setting, or a combination of them is not possible."""
+
+
+class PromptError(ForespeakError):
+    """A prompt or a prompt file cannot be used."""
+
+
+class ModelError(ForespeakError):
+    """A model cannot be found, read or run."""
+
+
+class CheckpointError(ModelError):
+    """A file of a model is missing, cut, corrupt or has tensors of another shape."""
+
+
+class DrafterError(ForespeakError):
+    """A drafter does not fit its target."""
+
+
+def unknown_choice(what: str, given: str, allowed: Iterable[str]) -> str:
+    """One sentence for a name that is not in a list, with the nearest name if one is near."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(given, names, n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return f"{what} {given!r} is not known; allowed: {', '.join(names)}.{hint}"

@@ -1,0 +1,88 @@
+"""CandidateTree: what one round puts before the target.
+
+Node 0 is the root: the newest token, sampled from the target and not yet in its cache. Parents
+come before children, and mask, positions and paths follow from ``parents`` alone. A chain is the
+tree of width one. The compact encoding (tokens and parents) is that of EAGLE-2
+(arXiv 2406.16858).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CandidateTree:
+    """Tokens to verify in one round.
+
+    Attributes:
+        tokens: N token ids, the root's first.
+        parents: N node indices, -1 for the root and smaller than the node's own index elsewhere.
+        q: law each node's token was really drawn from, [N, V] float32 (row 0 unused); None when
+            every draft token is a point mass (chosen, not drawn).
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    q: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.tokens and len(self.tokens) == len(self.parents), (self.tokens, self.parents)
+        assert self.parents[0] == -1, self.parents
+        assert all(0 <= p < i for i, p in enumerate(self.parents) if i), self.parents
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft tokens: nodes without the root."""
+        return len(self.tokens) - 1
+
+    def depths(self) -> list[int]:
+        """Distance of each node from the root."""
+        depths = [0] * len(self)
+        for node in range(1, len(self)):
+            depths[node] = depths[self.parents[node]] + 1
+        return depths
+
+    def mask(self) -> Tensor:
+        """Which nodes each node sees: itself and its ancestors. [N, N] bool."""
+        mask = torch.eye(len(self), dtype=torch.bool)
+        for node in range(1, len(self)):
+            mask[node] |= mask[self.parents[node]]
+        return mask
+
+    def is_chain(self) -> bool:
+        """Whether the mask is the ordinary causal one."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def positions(self, start: int) -> list[int]:
+        """Position ids when the root stands at position ``start``."""
+        return [start + depth for depth in self.depths()]
+
+    def children(self) -> list[list[int]]:
+        """Child nodes of each node in order of index."""
+        children: list[list[int]] = [[] for _ in self.tokens]
+        for node in range(1, len(self)):
+            children[self.parents[node]].append(node)
+        return children
+
+    def path_to(self, node: int) -> list[int]:
+        """Nodes from the root to ``node``, both included."""
+        path = [node]
+        while self.parents[path[-1]] >= 0:
+            path.append(self.parents[path[-1]])
+        return path[::-1]
+
+
+def chain(root: int, tokens: Sequence[int], q: Tensor | None = None) -> CandidateTree:
+    """The tree of width one: the root, then each token under the one before.
+
+    ``q`` is [len(tokens) + 1, V], see :class:`CandidateTree`.
+    """
+    return CandidateTree((root, *tokens), tuple(range(-1, len(tokens))), q)

@@ -1,0 +1,168 @@
+"""Values that cross folders. Importing this file does not import torch.
+
+Shape letters used in the whole package:
+    R rows (sequences)   T tokens of one forward over all rows   N nodes of one tree, root included
+    D draft depth        V vocabulary   H hidden size            K tapped layers
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from forespeak.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+Expansion = Literal["none", "forward"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one text is to be continued.
+
+    ``max_new_tokens`` counts every token the user gets, the end-of-sequence token included.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise OptionError(
+                f"max_new_tokens is {self.max_new_tokens}; allowed: 1 or more. "
+                "Ask for at least one token."
+            )
+        if self.temperature != 0:
+            raise OptionError(
+                f"temperature is {self.temperature}; allowed for now: 0 (greedy). "
+                "Sampling arrives with exact verification; leave the temperature at 0."
+            )
+        if any(not s for s in self.stop):
+            raise OptionError("A stop string is empty; give at least one character or none at all.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrafterInfo:
+    """What a drafter says of itself, readable before any weight is loaded.
+
+    Which builders fit is computed from this, never from a method's name.
+
+    Attributes:
+        method: the method's name on the command line.
+        expansion: ``none`` when one call of ``propose`` gives all depths (n-gram, parallel heads),
+            ``forward`` when each further depth takes a call of ``expand``.
+        point_mass: the laws put all mass on one token, so there is nothing to branch on.
+        max_depth: draft tokens a round can hold on one path; None when any number.
+        taps: target layers whose outputs it reads: 0-based decoder layer ids, output of that layer
+            before the final norm.
+        needs_hidden: reads the target's final hidden state (after the final norm).
+        trained: needs a checkpoint of its own.
+    """
+
+    method: str
+    expansion: Expansion
+    point_mass: bool = False
+    max_depth: int | None = None
+    taps: tuple[int, ...] = ()
+    needs_hidden: bool = False
+    trained: bool = True
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The new tokens of one cache row in a forward.
+
+    Attributes:
+        row: row of the KV cache.
+        num_tokens: how many of the flattened tokens belong to it, n.
+        mask: [n, m] bool, m = pending tokens of the row counting these; ``mask[i, j]`` says whether
+            new token i sees pending token j. Committed tokens are always seen. None means causal.
+    """
+
+    row: int
+    num_tokens: int
+    mask: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward of a target returns.
+
+    Attributes:
+        logits: [n, V] float32, one row for each asked token, in the order asked.
+        hidden: [T, H] state that the head reads (after the final norm).
+        taps: [T, K, H] outputs of the asked layers before the final norm, None when none asked.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    taps: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule decided about one tree.
+
+    Attributes:
+        path: node indices from the root (0) to the last accepted node.
+        bonus: the token that the target adds after that node.
+    """
+
+    path: tuple[int, ...]
+    bonus: int
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens, bonus not included."""
+        return len(self.path) - 1
+
+
+@dataclass
+class RoundStats:
+    """Sums over the rounds of one text. Times in seconds.
+
+    ``num_tokens`` counts what the user got from decode rounds: accepted tokens plus bonus, cut at
+    the end of the text; the token that prefill yields belongs to no round.
+    """
+
+    num_rounds: int = 0
+    num_tokens: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    prefill_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    other_s: float = 0.0
+    round_lengths: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens a round yields, bonus included; None before the first round."""
+        return self.num_tokens / self.num_rounds if self.num_rounds else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over proposed draft tokens, bonus never included; None if nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else None
+
+    @property
+    def decode_s(self) -> float:
+        """Seconds of all rounds, prefill not included."""
+        return self.draft_s + self.verify_s + self.other_s
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One finished text."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stats: RoundStats
+    time_to_first_token_s: float
