@@ -166,3 +166,64 @@ class Completion:
     finish_reason: FinishReason
     stats: RoundStats
     time_to_first_token_s: float
+
+
+@dataclass(frozen=True)
+class DenseLaws:
+    """Next-token laws of a drafter as logits.
+
+    Attributes:
+        logits: [F, D, Vd] float32. F frontier nodes (or rows); D depths at once, 1 for drafters
+            that go step by step, whose laws for depth d > 1 need ``expand``.
+        token_ids: [Vd] target id of each draft id, None when the vocabularies are the same.
+    """
+
+    logits: Tensor
+    token_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PointLaws:
+    """Laws with all mass on one token: for each row the tokens at depth 1, 2, ...; may be empty."""
+
+    tokens: tuple[tuple[int, ...], ...]
+
+
+Laws = DenseLaws | PointLaws
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """Tree nodes of one row whose children are wanted.
+
+    Node numbers are the builder's: 0 is the root, a parent's number is smaller than its child's.
+    Between two calls of ``propose`` a number means one node of that row.
+
+    Attributes:
+        row: the engine's row.
+        nodes: their numbers.
+        tokens: their tokens.
+        parents: the numbers of their parents, each expanded before or 0.
+    """
+
+    row: int
+    nodes: tuple[int, ...]
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Tokens of one row that are in the target's cache now, with what the target made of them.
+
+    Attributes:
+        row: the engine's row.
+        tokens: their ids, in order, following those observed before.
+        hidden: [n, H] the target's final hidden states, after the final norm.
+        taps: [n, K, H] outputs of the tapped layers; None when the drafter has no taps.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    hidden: Tensor
+    taps: Tensor | None = None
