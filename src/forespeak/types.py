@@ -227,3 +227,29 @@ class Observation:
     tokens: tuple[int, ...]
     hidden: Tensor
     taps: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Which method drafts and how much. None means the method's own default (``methods``).
+
+    Attributes:
+        method: a name or several joined with ``+`` (a cascade: the first that has a proposal).
+        drafter: path, name or ``truncate:N`` of the drafter's model, where the method takes one.
+        builder: ``chain``, ``static_tree``, ``dynamic_tree`` or ``ddtree``.
+        num_speculative_tokens: draft tokens of a chain, bonus not counted.
+        node_budget: draft nodes of a tree, root not counted.
+        tree_depth: longest path of a tree, root not counted.
+        tree_top_k: children considered below a node.
+        lookup_min, lookup_max: shortest and longest n-gram that prompt lookup matches.
+    """
+
+    method: str = "autoregressive"
+    drafter: str | None = None
+    builder: str | None = None
+    num_speculative_tokens: int | None = None
+    node_budget: int | None = None
+    tree_depth: int | None = None
+    tree_top_k: int | None = None
+    lookup_min: int | None = None
+    lookup_max: int | None = None
