@@ -1,0 +1,12 @@
+"""Builders decide which nodes exist, given a drafter's laws.
+
+Each takes the roots and laws of R rows and returns R candidate trees; a drafter that goes step by
+step is asked for all rows of a level in one call.
+"""
+
+from __future__ import annotations
+
+from forespeak.spec.builders.chain import build_chain
+from forespeak.spec.builders.source import DraftNode, DraftPath, DraftProcess, Expand, LawSource
+
+__all__ = ["DraftNode", "DraftPath", "DraftProcess", "Expand", "LawSource", "build_chain"]

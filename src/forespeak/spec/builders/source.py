@@ -1,0 +1,154 @@
+"""What every builder asks a drafter for: the laws below some nodes, whichever way they come.
+
+R rows, F nodes asked at once, D depths, V target vocabulary, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from forespeak.errors import OptionError
+from forespeak.types import DenseLaws, Frontier, Laws, PointLaws
+
+Expand = Callable[[Sequence[Frontier]], DenseLaws]
+
+
+@dataclass(frozen=True)
+class DraftNode:
+    """A node whose children are wanted.
+
+    Attributes:
+        slot: which of the R rows, counted from 0.
+        number: what the drafter calls it; 0 is the root, see :class:`Frontier`.
+        parent: number of its parent; -1 for the root.
+        path: tokens from the root to the node, both included.
+    """
+
+    slot: int
+    number: int
+    parent: int
+    path: tuple[int, ...]
+
+    @property
+    def depth(self) -> int:
+        """0 for the root."""
+        return len(self.path) - 1
+
+    def child(self, number: int, token: int) -> DraftNode:
+        """The node below that holds ``token``."""
+        return DraftNode(self.slot, number, self.number, (*self.path, token))
+
+
+@dataclass(frozen=True)
+class DraftPath:
+    """Where a draft law stands: the engine's row and the tokens from its root down (law 5)."""
+
+    row: int
+    tokens: tuple[int, ...]
+
+
+DraftProcess = Callable[[Tensor, Sequence[DraftPath]], Tensor]
+"""Logits processors for draft rows: ([F, V] logits, F paths) -> [F, V] logits."""
+
+
+class LawSource:
+    """Laws below the nodes of R rows, from a drafter that gives all depths or goes step by step.
+
+    Args:
+        roots: R newest tokens.
+        laws: what ``propose`` gave: [R, D, Vd].
+        expand: the drafter's ``expand``; None when ``laws`` holds all depths. With it, ``laws``
+            is read at depth 1 only.
+        rows: the engine's numbers of the R rows.
+        process: logits processors. They and sampled laws live in the target's vocabulary.
+        vocab_size: V, needed where the draft vocabulary is a reduced one and laws are wanted in
+            the target's.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[int],
+        laws: Laws,
+        expand: Expand | None,
+        rows: Sequence[int],
+        *,
+        process: DraftProcess | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        if isinstance(laws, PointLaws):
+            raise OptionError(
+                "The drafter proposes single tokens and no laws; allowed for it: the greedy chain. "
+                "Choose the chain builder without draft sampling, processors or a confidence."
+            )
+        assert len(roots) == len(rows) == laws.logits.shape[0], (roots, rows, laws.logits.shape)
+        self.roots = [DraftNode(slot, 0, -1, (int(token),)) for slot, token in enumerate(roots)]
+        self.max_depth = laws.logits.shape[1] if expand is None else None
+        self._laws, self._expand, self._rows = laws, expand, tuple(rows)
+        self._process, self._vocab_size = process, vocab_size
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """[Vd] target ids of the columns of :meth:`logits`, None when they are target ids."""
+        return None if self._process else self._laws.token_ids
+
+    @property
+    def all_depths(self) -> Tensor | None:
+        """[R, D, Vd] when laws do not depend on the path and nothing processes them, else None."""
+        independent = self._expand is None and self._process is None
+        return self._laws.logits if independent else None
+
+    def logits(self, nodes: Sequence[DraftNode]) -> Tensor:
+        """Laws of the tokens below ``nodes``, one call of the drafter for all of them.
+
+        Args:
+            nodes: F nodes of one depth, those of a row next to each other.
+
+        Returns:
+            [F, V] with processors, else [F, Vd]; float32 or wider.
+        """
+        assert nodes and len({node.depth for node in nodes}) == 1, nodes
+        logits = self._raw(nodes)  # [F, Vd]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self._process is None:
+            return logits
+        paths = [DraftPath(self._rows[node.slot], node.path) for node in nodes]
+        return self._process(self._widen(logits, float("-inf")), paths)
+
+    def laws(self, nodes: Sequence[DraftNode]) -> Tensor:
+        """Like :meth:`logits`, as probabilities over the target's vocabulary: [F, V]."""
+        law = self.logits(nodes).softmax(-1)
+        return law if self._process else self._widen(law, 0.0)
+
+    def _raw(self, nodes: Sequence[DraftNode]) -> Tensor:
+        depth = nodes[0].depth
+        if depth == 0 or self._expand is None:
+            slots = [node.slot for node in nodes]
+            return self._laws.logits[slots, depth]  # [F, Vd]
+        frontiers = []
+        for slot, group in groupby(nodes, lambda node: node.slot):
+            members = list(group)
+            frontiers.append(
+                Frontier(
+                    self._rows[slot],
+                    tuple(node.number for node in members),
+                    tuple(node.path[-1] for node in members),
+                    tuple(node.parent for node in members),
+                )
+            )
+        logits = self._expand(frontiers).logits
+        assert logits.shape[:2] == (len(nodes), 1), (logits.shape, len(nodes))
+        return logits[:, 0]
+
+    def _widen(self, values: Tensor, outside: float) -> Tensor:
+        """From the draft's vocabulary to the target's. [F, Vd] -> [F, V]"""
+        token_ids = self._laws.token_ids
+        if token_ids is None:
+            return values
+        assert self._vocab_size is not None, "a reduced draft vocabulary needs vocab_size here"
+        wide = values.new_full((values.shape[0], self._vocab_size), outside)
+        return wide.index_copy_(1, token_ids, values)
