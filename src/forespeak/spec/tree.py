@@ -86,3 +86,30 @@ def chain(root: int, tokens: Sequence[int], q: Tensor | None = None) -> Candidat
     ``q`` is [len(tokens) + 1, V], see :class:`CandidateTree`.
     """
     return CandidateTree((root, *tokens), tuple(range(-1, len(tokens))), q)
+
+
+def cut(tree: CandidateTree, keep: Sequence[bool]) -> CandidateTree:
+    """The tree without some of its nodes; a node whose parent goes, goes too.
+
+    Law 3: whether a node is kept may depend on draft laws, on its ancestors, on older rounds and on
+    cost, never on its own random draw or on later ones. (Of drawn siblings, earlier ones may count
+    too: they were drawn before.) Then nothing about a cut node needs remembering: a node that
+    has lost its children is a leaf, and the token after it is an unconditional draw from p.
+    A cut that has looked at a drawn token biases the output.
+
+    Args:
+        tree: N nodes.
+        keep: N answers; the root stays whatever its answer.
+    """
+    assert len(keep) == len(tree), (len(keep), len(tree))
+    new_index: dict[int, int] = {-1: -1}
+    kept: list[int] = []
+    for node, parent in enumerate(tree.parents):
+        if node == 0 or (keep[node] and parent in new_index):
+            new_index[node] = len(kept)
+            kept.append(node)
+    return CandidateTree(
+        tuple(tree.tokens[node] for node in kept),
+        tuple(new_index[tree.parents[node]] for node in kept),
+        None if tree.q is None else tree.q[kept],
+    )
