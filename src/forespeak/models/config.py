@@ -340,6 +340,11 @@ def _rope_parameters(reader: _Fields) -> dict[str, Any]:
             rope["original_max_position_embeddings"] = outer
         rope.setdefault("original_max_position_embeddings", reader.count("max_position_embeddings"))
     _check_rope_numbers(reader, key, rope, kind)
+    factors = rope.get("frequency_factors")
+    if factors is not None and not (
+        isinstance(factors, list) and factors and all(map(_is_positive_number, factors))
+    ):
+        raise reader.error("the rotary frequency factors must be numbers above 0. Get it again.")
     return rope
 
 
