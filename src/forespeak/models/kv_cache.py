@@ -1,0 +1,114 @@
+"""KVCache: keys and values of rows that each have their own length.
+
+One tensor holds all layers. The slot of a committed token is its position. Letters as in
+``types.py``, and L layers, kv key-value heads, C slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from forespeak.models.base import Cache
+from forespeak.types import Segment
+
+_SLOTS_STEP = 64  # capacities are multiples of this, the width of a score tile
+
+
+class KVCache(Cache):
+    """Keys and values of R rows.
+
+    Args:
+        num_layers, num_rows, num_kv_heads, head_dim: sizes.
+        capacity: slots a row has at first; grows by doubling.
+        dtype, device: of the stored keys and values.
+        transposed_keys: store keys as [L, R, kv, D, C] instead of [L, R, kv, C, D] and pad the
+            values' head size to 16, as the CPU kernels want them.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_rows: int,
+        num_kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        transposed_keys: bool = False,
+    ) -> None:
+        slots = max(1, -(-capacity // _SLOTS_STEP)) * _SLOTS_STEP
+        lead = (num_layers, num_rows, num_kv_heads)
+        value_dim = -(-head_dim // 16) * 16 if transposed_keys else head_dim
+        key_shape = (head_dim, slots) if transposed_keys else (slots, head_dim)
+        self.transposed_keys = transposed_keys
+        self.keys = torch.zeros((*lead, *key_shape), dtype=dtype, device=device)
+        self.values = torch.zeros((*lead, slots, value_dim), dtype=dtype, device=device)
+        self.lengths = [0] * num_rows
+        self.pending = [0] * num_rows
+        self.pending_positions: list[list[int]] = [[] for _ in range(num_rows)]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of a row."""
+        return self.values.shape[3]
+
+    def used(self, row: int) -> int:
+        """Slots in use: committed and pending."""
+        return self.lengths[row] + self.pending[row]
+
+    def append(self, segments: Sequence[Segment], positions: Sequence[int]) -> None:
+        """Account for new pending tokens and make room; the forward fills their slots itself."""
+        needed = max(self.used(s.row) + s.num_tokens for s in segments)
+        if needed > self.capacity:
+            self._grow(max(needed, 2 * self.capacity))
+        at = 0
+        for segment in segments:
+            self.pending[segment.row] += segment.num_tokens
+            self.pending_positions[segment.row] += positions[at : at + segment.num_tokens]
+            at += segment.num_tokens
+
+    def _grow(self, slots: int) -> None:
+        extra = -(-slots // _SLOTS_STEP) * _SLOTS_STEP - self.capacity
+        key_pad = (0, extra) if self.transposed_keys else (0, 0, 0, extra)
+        self.keys = torch.nn.functional.pad(self.keys, key_pad)
+        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
+
+    def commit(self, row: int, kept: Sequence[int]) -> None:
+        kept = list(kept)
+        assert all(a < b for a, b in zip(kept, kept[1:], strict=False)), kept
+        assert not kept or 0 <= kept[0] and kept[-1] < self.pending[row], (kept, self.pending[row])
+        base = self.lengths[row]
+        still = next((i for i, k in enumerate(kept) if k != i), len(kept))  # these stay in place
+        if moved := kept[still:]:
+            source = torch.tensor(moved, device=self.keys.device) + base
+            target = slice(base + still, base + len(kept))
+            if self.transposed_keys:
+                self.keys[:, row, :, :, target] = self.keys[:, row].index_select(3, source)
+            else:
+                self.keys[:, row, :, target] = self.keys[:, row].index_select(2, source)
+            self.values[:, row, :, target] = self.values[:, row].index_select(2, source)
+        self.lengths[row] = base + len(kept)
+        self._drop_pending(row)
+
+    def truncate(self, row: int, length: int) -> None:
+        assert 0 <= length <= self.lengths[row], (length, self.lengths[row])
+        self.lengths[row] = length
+        self._drop_pending(row)
+
+    def release(self, row: int) -> None:
+        self.truncate(row, 0)
+
+    def _drop_pending(self, row: int) -> None:
+        self.pending[row] = 0
+        self.pending_positions[row] = []
+
+    def snapshot(self, row: int) -> tuple[Tensor, Tensor]:
+        """Committed (keys [L, kv, n, D], values [L, kv, n, D]) of a row, copied; for tests."""
+        n = self.lengths[row]
+        keys = self.keys[:, row]
+        keys = keys.transpose(-1, -2) if self.transposed_keys else keys
+        return keys[:, :, :n].clone(), self.values[:, row, :, :n, : keys.shape[-1]].clone()
