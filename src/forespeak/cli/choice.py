@@ -1,0 +1,97 @@
+"""Method names as a user writes them, checked against the method table before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from forespeak.cli.options import SettingOptions
+from forespeak.drafters.table import METHODS, MethodEntry
+from forespeak.errors import OptionError, unknown_choice
+from forespeak.types import SpeculationConfig
+
+PLAIN = "autoregressive"
+LOOKUP = "ngram"
+
+
+def check_method(method: str) -> tuple[MethodEntry, ...]:
+    """The table's entries for a name or a cascade; refuses what is unknown or only planned."""
+    entries = []
+    for part in method.split("+"):
+        if part not in METHODS:
+            raise OptionError(unknown_choice("Method", part, available()))
+        entry = METHODS[part]
+        if not entry.available:
+            raise OptionError(
+                f"Method {part!r} is planned and not in this version; allowed: "
+                f"{', '.join(available())}. See `forespeak methods`."
+            )
+        entries.append(entry)
+    return tuple(entries)
+
+
+def available() -> list[str]:
+    """Methods of this version, in the table's order."""
+    return [name for name, entry in METHODS.items() if entry.available]
+
+
+def split_list(text: str) -> list[str]:
+    """Names joined with commas, each checked; plain decoding is moved to the front."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise OptionError(
+            f"--methods {text!r} names no method; give some of {', '.join(available())} "
+            "joined with commas, or all."
+        )
+    for name in names:
+        check_method(name)
+    return [PLAIN, *(name for name in dict.fromkeys(names) if name != PLAIN)]
+
+
+def runnable(settings: SettingOptions) -> list[str]:
+    """Every method that can run with what is at hand, plain decoding first."""
+    return [name for name in available() if settings.drafter or not _lacks_drafter(METHODS[name])]
+
+
+def configure(methods: Sequence[str], settings: SettingOptions) -> list[SpeculationConfig]:
+    """One configuration a method; a setting goes to the methods that take it.
+
+    Raises:
+        OptionError: a setting that none of the methods takes.
+    """
+    takes = [settings_of(method) for method in methods]
+    for name in settings.given():
+        if not any(name in taken for taken in takes):
+            flag = "--" + name.replace("_", "-")
+            raise OptionError(
+                f"{flag} has no effect on {', '.join(methods)}; leave it out or add a method "
+                "that takes it, see `forespeak methods`."
+            )
+    return [fitting_config(method, settings) for method in methods]
+
+
+def fitting_config(method: str, settings: SettingOptions) -> SpeculationConfig:
+    """A method's configuration with those of the settings that it takes."""
+    taken = settings_of(method)
+    given = {name: value for name, value in vars(settings).items() if name in taken}
+    return SettingOptions(**given).config(method)
+
+
+def settings_of(method: str) -> set[str]:
+    """Names of the settings that a method or a cascade takes."""
+    entries = check_method(method)
+    names = {name for entry in entries for name in entry.defaults}
+    if any(entry.info.trained for entry in entries):
+        names.add("drafter")
+    if any(len(entry.builders) > 1 for entry in entries):
+        names.add("builder")
+    return names
+
+
+def best_of(methods: Sequence[str], speed: Callable[[str], float]) -> str | None:
+    """The fastest method that can stand behind prompt lookup in a cascade, if there is one."""
+    candidates = [name for name in methods if name not in (PLAIN, LOOKUP) and "+" not in name]
+    return max(candidates, key=speed, default=None)
+
+
+def _lacks_drafter(entry: MethodEntry) -> bool:
+    return entry.info.trained and not entry.defaults.get("drafter")

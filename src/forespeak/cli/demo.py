@@ -1,0 +1,50 @@
+"""``forespeak demo``: real prompts, plain decoding beside every method that works."""
+
+from __future__ import annotations
+
+from importlib.resources import as_file, files
+from typing import Annotated
+
+from typer import Option
+
+from forespeak.bench.compare import compare
+from forespeak.bench.prompts import Prompt, read_prompts
+from forespeak.cli import choice, consoles
+from forespeak.cli.compare import show
+from forespeak.cli.engine import EngineRunner, open_llm, open_target, peak_memory_meter
+from forespeak.cli.options import OutputOptions, SettingOptions, TargetOptions
+from forespeak.cli.race import Race, open_race
+from forespeak.types import SamplingParams
+
+
+def demo(
+    *,
+    target: TargetOptions,
+    max_new_tokens: Annotated[int, Option(help="Tokens of an answer at most, 1 or more.")] = 96,
+    output: OutputOptions,
+) -> None:
+    """Race plain decoding against every method on four prompts; the texts are the same."""
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    settings = SettingOptions()
+    configs = choice.configure(choice.runnable(settings), settings)
+    model = open_target(target)
+    consoles.say(
+        f"{model.description}. Every prompt goes through {len(configs)} methods, one after "
+        "the other; the text is the same, the time is not."
+    )
+    runners = [EngineRunner(open_llm(model, config), raw=False) for config in configs]
+    with Race() if output.json else open_race(runners) as race:
+        rows = compare(
+            runners,
+            prompts(),
+            params,
+            peak_memory_mb=peak_memory_meter(model.device),
+            watcher=race,
+        )
+    show(rows, model, output)
+
+
+def prompts() -> list[Prompt]:
+    """The four prompts that come with the package."""
+    with as_file(files("forespeak.cli") / "demo_prompts.jsonl") as path:
+        return read_prompts(path)
