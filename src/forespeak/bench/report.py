@@ -34,7 +34,14 @@ def table(rows: Sequence[Row], *, title: str, width: int) -> Table:
     Fewer columns where ``width`` has no room for all.
     """
     columns = _COLUMNS if width >= _WIDTH_OF_ALL else [c for c in _COLUMNS if c.essential]
-    drawn = Table(title=Text(title), title_justify="left", pad_edge=False, box=box.SIMPLE_HEAD)
+    drawn = Table(
+        title=Text(title),
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0, 0, 1),
+        pad_edge=False,
+        show_edge=False,
+    )
     for column in columns:
         drawn.add_column(column.heading, justify=column.justify, no_wrap=True)
     for row in rows:
