@@ -210,7 +210,8 @@ def _token_id(name: str, token: int) -> None:
 def _texts(name: str, texts: object) -> None:
     if isinstance(texts, str):
         raise OptionError(
-            f"{name} is the single text {texts!r}; allowed: a sequence of texts. Write ({texts!r},)."
+            f"{name} is the single text {texts!r}; allowed: a sequence of texts. "
+            f"Write ({texts!r},)."
         )
     if not isinstance(texts, tuple | list) or any(
         not (isinstance(text, str) and text) for text in texts
