@@ -1,0 +1,146 @@
+"""``forespeak compare`` and ``forespeak demo``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forespeak.cli.demo import prompts as demo_prompts
+from tests.cli.conftest import Command
+from tests.cli.fakes import ANSWER
+
+ROW_KEYS = (
+    "method builder drafter num_prompts num_tokens tokens_per_second speedup acceptance_length "
+    "acceptance_rate draft_ms verify_ms other_ms exact_match peak_memory_mb first_differences"
+).split()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"id": f"p{n}", "task": "t", "turns": [f"say {n}", "more"]}) for n in "012"]
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def test_record(forespeak: Command, file: str):
+    done = forespeak(
+        *("compare", "--prompts", file, "--methods", "ngram", "--max-new-tokens", "9", "--json")
+    )
+    assert done.code == 0
+    assert list(done.record) == ["target", "dtype", "device", "threads", "rows"]
+    assert done.record["target"] == "smollm2-135m"
+    assert (done.record["dtype"], done.record["threads"]) == ("int8", 2)
+    plain, ngram = done.record["rows"]
+    assert list(plain) == list(ngram) == ROW_KEYS
+    assert (plain["method"], plain["builder"], plain["drafter"]) == ("autoregressive", "none", None)
+    assert (plain["speedup"], plain["acceptance_length"]) == (1.0, 1.0)
+    assert (plain["acceptance_rate"], plain["first_differences"]) == (None, [])
+    assert (ngram["num_prompts"], ngram["num_tokens"], ngram["exact_match"]) == (3, 27, 1.0)
+    assert ngram["speedup"] == pytest.approx(2.0)
+    assert ngram["peak_memory_mb"] > 1
+
+
+def test_limit_stride_and_all_turns(forespeak: Command, file: str):
+    common = ("compare", "--prompts", file, "--methods", "ngram", "--max-new-tokens", "3", "--json")
+    for more, expected in (
+        (("--limit", "2"), 2),
+        (("--stride", "2"), 2),
+        (("--stride", "2", "--limit", "1"), 1),
+        (("--all-turns",), 6),
+    ):
+        rows = forespeak(*common, *more).record["rows"]
+        assert [row["num_prompts"] for row in rows] == [expected, expected]
+
+
+def test_all_has_every_runnable_method_and_the_cascade_with_the_best(forespeak: Command, file: str):
+    done = forespeak(
+        *("compare", "--prompts", file, "--drafter", "truncate:4", "--limit", "1"),
+        *("--max-new-tokens", "9", "--json"),
+    )
+    names = [row["method"] for row in done.record["rows"]]
+    assert names == ["autoregressive", "ngram", "draft_model", "ngram+draft_model"]
+
+
+def test_plain_decoding_is_in_it_once_and_first(forespeak: Command, file: str):
+    done = forespeak(
+        *("compare", "--prompts", file, "--methods", "ngram,autoregressive,ngram", "--json"),
+        *("--max-new-tokens", "3"),
+    )
+    assert [row["method"] for row in done.record["rows"]] == ["autoregressive", "ngram"]
+
+
+def test_first_differences_are_reported(forespeak: Command, llm: Any, file: str):
+    llm.differs = 2
+    common = (
+        *("compare", "--prompts", file, "--methods", "draft_model", "--drafter", "truncate:4"),
+        *("--max-new-tokens", "5", "--limit", "1"),
+    )
+    row = forespeak(*common, "--json").record["rows"][1]
+    assert row["exact_match"] == 0.0
+    assert row["first_differences"] == [{"prompt": "p0", "position": 2, "gap": 0.0005}]
+    shown = forespeak(*common)
+    assert "draft_model leaves plain decoding in prompt p0 at token 2" in shown.err
+
+
+def test_table_for_people(forespeak: Command, file: str):
+    done = forespeak("compare", "--prompts", file, "--methods", "ngram", "--max-new-tokens", "9")
+    assert done.code == 0
+    assert "smollm2-135m, int8 on cpu, 2 threads" in done.out
+    assert "2.00 (2.00-2.00)" in done.out
+    assert "bonus included" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "No prompts were given; name a prompt file with --prompts FILE."),
+        (("--prompts", "no/such"), "no/such does not exist"),
+        (("--prompts", "FILE", "--methods", "ngram,medusaa"), "'medusaa' is not known"),
+        (("--prompts", "FILE", "--methods", "eagle3"), "'eagle3' is planned"),
+        (("--prompts", "FILE", "--methods", ","), "names no method"),
+        (("--prompts", "FILE", "--limit", "0"), "--limit"),
+        (("--prompts", "FILE", "--stride", "0"), "--stride"),
+        (("--prompts", "FILE", "--raw", "--all-turns"), "exclude each other"),
+        (
+            ("--prompts", "FILE", "--methods", "ngram", "--tree-depth", "3"),
+            "--tree-depth has no effect on autoregressive, ngram",
+        ),
+    ],
+)
+def test_bad_input(forespeak: Command, file: str, arguments: tuple[str, ...], sentence: str):
+    done = forespeak("compare", *(file if part == "FILE" else part for part in arguments))
+    assert done.code == 2
+    assert sentence in done.err
+    assert done.out == ""
+
+
+def test_a_prompt_too_long_is_named(forespeak: Command, tmp_path: Path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"id": "big", "turns": ["this is too long"]}\n')
+    done = forespeak("compare", "--prompts", str(path), "--methods", "ngram")
+    assert done.code == 2
+    assert "Prompt big: The prompt has 9999 tokens" in done.err
+
+
+def test_demo_in_a_pipe(forespeak: Command):
+    done = forespeak("demo", "--max-new-tokens", "4")
+    assert done.code == 0
+    for prompt in demo_prompts():
+        assert prompt.turns[0] in done.out
+    assert done.out.count("--- autoregressive") == 4
+    assert done.out.count("same text") >= 4
+    assert ANSWER * 4 in done.out
+    assert "exact" in done.out.split("same text")[-1]
+
+
+def test_demo_says_when_a_text_differs(forespeak: Command, llm: Any):
+    llm.differs = 1
+    done = forespeak("demo", "--max-new-tokens", "4", "--json")
+    rows = {row["method"]: row for row in done.record["rows"]}
+    assert rows["ngram"]["exact_match"] == 1.0
+    if "draft_model" in rows:
+        assert rows["draft_model"]["exact_match"] == 0.0
