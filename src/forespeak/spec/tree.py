@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,16 +25,22 @@ class CandidateTree:
         parents: N node indices, -1 for the root and smaller than the node's own index elsewhere.
         q: law each node's token was really drawn from, [N, V] float32 (row 0 unused); None when
             every draft token is a point mass (chosen, not drawn).
+        scores: N cumulative log-probabilities of the paths under the draft's own laws (root 0),
+            where the builder has them. Only for chosen tokens: the score of a drawn token is a
+            function of the draw, and a cut by it would break law 3.
     """
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]
     q: Tensor | None = None
+    scores: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         assert self.tokens and len(self.tokens) == len(self.parents), (self.tokens, self.parents)
         assert self.parents[0] == -1, self.parents
         assert all(0 <= p < i for i, p in enumerate(self.parents) if i), self.parents
+        assert self.scores is None or len(self.scores) == len(self.tokens), self.scores
+        assert self.scores is None or self.q is None, "scores of drawn tokens"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -52,10 +59,11 @@ class CandidateTree:
 
     def mask(self) -> Tensor:
         """Which nodes each node sees: itself and its ancestors. [N, N] bool."""
-        mask = torch.eye(len(self), dtype=torch.bool)
+        mask = np.eye(len(self), dtype=np.bool_)
         for node in range(1, len(self)):
-            mask[node] |= mask[self.parents[node]]
-        return mask
+            parent = self.parents[node]
+            mask[node, :node] = mask[parent, :node]
+        return torch.from_numpy(mask)
 
     def is_chain(self) -> bool:
         """Whether the mask is the ordinary causal one."""
@@ -71,6 +79,11 @@ class CandidateTree:
         for node in range(1, len(self)):
             children[self.parents[node]].append(node)
         return children
+
+    def leaf_paths(self) -> list[list[int]]:
+        """Nodes from the root to each node without children, in order of the leaf's index."""
+        parents = set(self.parents)
+        return [self.path_to(node) for node in range(len(self)) if node not in parents]
 
     def path_to(self, node: int) -> list[int]:
         """Nodes from the root to ``node``, both included."""
@@ -112,4 +125,5 @@ def cut(tree: CandidateTree, keep: Sequence[bool]) -> CandidateTree:
         tuple(tree.tokens[node] for node in kept),
         tuple(new_index[tree.parents[node]] for node in kept),
         None if tree.q is None else tree.q[kept],
+        None if tree.scores is None else tuple(tree.scores[node] for node in kept),
     )

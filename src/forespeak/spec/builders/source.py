@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forespeak.errors import OptionError
+from forespeak.spec.builders.top import top_log_probs
 from forespeak.types import DenseLaws, Frontier, Laws, PointLaws
 
 Expand = Callable[[Sequence[Frontier]], DenseLaws]
@@ -118,6 +119,26 @@ class LawSource:
             return logits
         paths = [DraftPath(self._rows[node.slot], node.path) for node in nodes]
         return self._process(self._widen(logits, float("-inf")), paths)
+
+    def top(
+        self, nodes: Sequence[DraftNode], top_k: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """The K best tokens below each node and their log-probabilities under its whole law.
+
+        Best first, ties to the lower draft id: F lists of target ids, F lists of logs. Laws that do
+        not depend on the path are searched once a row.
+        """
+        asked, places = list(nodes), list(range(len(nodes)))
+        if self.all_depths is not None:
+            first = {node.slot: node for node in reversed(nodes)}
+            asked = list(first.values())
+            place = {slot: at for at, slot in enumerate(first)}
+            places = [place[node.slot] for node in nodes]
+        indices, log_probs = top_log_probs(self.logits(asked), top_k)  # [F, K] each
+        token_ids = self.token_ids
+        ids = (indices if token_ids is None else token_ids[indices]).tolist()
+        logs = log_probs.tolist()
+        return [ids[at] for at in places], [logs[at] for at in places]
 
     def laws(self, nodes: Sequence[DraftNode]) -> Tensor:
         """Like :meth:`logits`, as probabilities over the target's vocabulary: [F, V]."""

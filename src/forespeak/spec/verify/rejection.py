@@ -78,10 +78,10 @@ def _block_success(joint: list[float], masses: list[float], length: int) -> floa
 def siblings(tree: CandidateTree, p: Tensor, uniforms: Uniforms) -> Verdict:
     """Several drawn children a node (SpecInfer, arXiv 2305.09781; EAGLE, 2401.15077, algorithm 1).
 
-    With r = p, children are tried in order of index: x_i is accepted with min(1, r(x_i) / q_i(x_i)),
-    where q_i is the law it was drawn from *given its earlier siblings*; on rejection
-    r becomes norm(max(r - q_i, 0)). After all are rejected the bonus comes from r; at a leaf it
-    comes from p.
+    With r = p, children are tried in order of index: x_i is accepted with
+    min(1, r(x_i) / q_i(x_i)), q_i being the law it was drawn from *given its earlier siblings*; on
+    rejection r becomes norm(max(r - q_i, 0)). The bonus comes from r after all are rejected and
+    from p at a leaf.
 
     Args:
         tree: any tree with q; on a chain this is :func:`rejection`.
