@@ -22,7 +22,8 @@ from forespeak.models.simd import (
     dot_tile_2,
     dot_tile_4,
     dot_tile_8,
-    exp,
+    exp_tile,
+    gate_tile,
     score_tile,
     weigh_values_16,
     weigh_values_64,
@@ -206,7 +207,7 @@ def _rotate_append(
 ) -> None:  # fmt: skip
     """Bias, q/k norm and rotation in place; k and v of each token go to its slot.
 
-    keys [R, kv, D, C], values [R, kv, C, Dp]. Queries are scaled by 1/sqrt(D) on the way.
+    keys [R, kv, C/64, D, 64], values [R, kv, C, Dp]. Queries are scaled by 1/sqrt(D) on the way.
     """
     dim, eps = shape.head_dim, np.float32(shape.eps)
     heads, kv_heads = shape.num_heads, shape.num_kv_heads
@@ -223,11 +224,12 @@ def _rotate_append(
                 _norm_row(part, gain, dim, eps, part)
             _rotate(part, cos[t], sin[t], factor if is_query else _F1)
         row, slot = plan_row[t], plan_slot[t]
+        tile, lane = slot // KEYS_PER_TILE, slot % KEYS_PER_TILE
         for head in range(kv_heads):
             k_at = (heads + head) * dim
             v_at = (heads + kv_heads + head) * dim
             for i in range(dim):
-                keys[row, head, i, slot] = x[k_at + i]
+                keys[row, head, tile, i, lane] = x[k_at + i]
                 values[row, head, slot, i] = x[v_at + i]
 
 
@@ -253,23 +255,22 @@ def _attend_one(
 
     scores: scratch of at least C + 64 floats. out: [Dp] floats, overwritten.
     """
-    capacity = keys.shape[3]
     num_extra = extra.shape[0]
-    keys_at = (row * keys.shape[1] + head) * keys.shape[2] * capacity
-    values_at = (row * keys.shape[1] + head) * capacity * values.shape[3]
+    capacity, stride = values.shape[2], values.shape[3]
+    keys_at = (row * keys.shape[1] + head) * capacity * dim
+    values_at = (row * keys.shape[1] + head) * capacity * stride
     end = extra[num_extra - 1] + 1 if num_extra else last
     tile = first // KEYS_PER_TILE * KEYS_PER_TILE
     while tile < end:
-        score_tile(query, q_at, keys, keys_at + tile, capacity, dim, scores, tile)
+        score_tile(query, q_at, keys, keys_at + tile * dim, dim, scores, tile)
         tile += KEYS_PER_TILE
     for i in range(num_extra):  # extra[i] >= last + i, so nothing unread is overwritten
         scores[last + i] = scores[extra[i]]
     n = last - first + num_extra
     top = _max(scores, first, n)
-    for i in range(first, first + n):
-        scores[i] = exp(scores[i] - top)
+    for i in range(first, first + n, LANES):
+        exp_tile(scores, i, top)
     inverse = _F1 / _sum(scores, first, n)
-    stride = values.shape[3]
     out[:] = _F0
     _weigh(scores, first, values, values_at + first * stride, stride, last - first, out)
     for i in range(num_extra):
@@ -287,7 +288,7 @@ def _attend(
     tokens = qkv.shape[0]
     dim = shape.head_dim
     group = shape.num_heads // shape.num_kv_heads
-    scores = np.empty(keys.shape[3] + KEYS_PER_TILE, np.float32)
+    scores = np.empty(values.shape[2] + KEYS_PER_TILE, np.float32)
     result = np.empty(values.shape[3], np.float32)
     for unit in range(first_unit, last_unit):
         kv_head = unit // (tokens * group)
@@ -320,8 +321,8 @@ def _gate_quantize(
         x, y = gate_up[t], scratch[t]
         for i in range(bias.shape[0]):
             x[i] += bias[i]
-        for i in range(width):
-            y[i] = x[i] / (_F1 + exp(-x[i])) * x[width + i]
+        for i in range(0, width, LANES):
+            gate_tile(x, i, x, width + i, y, i)
         quantize_row(y, q[t], start[t], scale[t])
 
 
@@ -357,7 +358,7 @@ def run_layers(
     cos: Array,  # [T, D/2] float32
     sin: Array,  # [T, D/2]
     stack: LayerStack,
-    keys: Array,  # [L, R, kv, D, C] float32
+    keys: Array,  # [L, R, kv, C/64, D, 64] float32
     values: Array,  # [L, R, kv, C, Dp] float32
     plan: Plan,
     tap_layers: Array,  # [K] int64

@@ -118,7 +118,7 @@ class Int8Decoder(TargetModel):
     def new_cache(self, num_rows: int, capacity: int) -> KVCache:
         c = self.config
         return KVCache(
-            c.num_layers, num_rows, c.num_kv_heads, c.head_dim, capacity, transposed_keys=True
+            c.num_layers, num_rows, c.num_kv_heads, c.head_dim, capacity, tiled_keys=True
         )
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Int8Decoder(TargetModel):
         logits_at: Tensor | None = None,
         taps: Sequence[int] = (),
     ) -> TargetOutput:
-        assert isinstance(cache, KVCache) and cache.transposed_keys
+        assert isinstance(cache, KVCache) and cache.tiled_keys
         numba.set_num_threads(self.threads)
         cache.append(segments, positions.tolist())
         plan = build_plan(cache, segments, self.config.sliding_window, self._windowed)

@@ -14,7 +14,7 @@ from torch import Tensor
 from forespeak.models.base import Cache
 from forespeak.types import Segment
 
-_SLOTS_STEP = 64  # capacities are multiples of this, the width of a score tile
+_TILE = 64  # keys of a score tile of the CPU kernels; capacities are multiples of it
 
 
 class KVCache(Cache):
@@ -24,7 +24,7 @@ class KVCache(Cache):
         num_layers, num_rows, num_kv_heads, head_dim: sizes.
         capacity: slots a row has at first; grows by doubling.
         dtype, device: of the stored keys and values.
-        transposed_keys: store keys as [L, R, kv, D, C] instead of [L, R, kv, C, D] and pad the
+        tiled_keys: store keys as [L, R, kv, C/64, D, 64] instead of [L, R, kv, C, D] and pad the
             values' head size to 16, as the CPU kernels want them.
     """
 
@@ -38,13 +38,13 @@ class KVCache(Cache):
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        transposed_keys: bool = False,
+        tiled_keys: bool = False,
     ) -> None:
-        slots = max(1, -(-capacity // _SLOTS_STEP)) * _SLOTS_STEP
+        slots = max(1, -(-capacity // _TILE)) * _TILE
         lead = (num_layers, num_rows, num_kv_heads)
-        value_dim = -(-head_dim // 16) * 16 if transposed_keys else head_dim
-        key_shape = (head_dim, slots) if transposed_keys else (slots, head_dim)
-        self.transposed_keys = transposed_keys
+        value_dim = -(-head_dim // 16) * 16 if tiled_keys else head_dim
+        key_shape = (slots // _TILE, head_dim, _TILE) if tiled_keys else (slots, head_dim)
+        self.tiled_keys = tiled_keys
         self.keys = torch.zeros((*lead, *key_shape), dtype=dtype, device=device)
         self.values = torch.zeros((*lead, slots, value_dim), dtype=dtype, device=device)
         self.lengths = [0] * num_rows
@@ -72,8 +72,8 @@ class KVCache(Cache):
             at += segment.num_tokens
 
     def _grow(self, slots: int) -> None:
-        extra = -(-slots // _SLOTS_STEP) * _SLOTS_STEP - self.capacity
-        key_pad = (0, extra) if self.transposed_keys else (0, 0, 0, extra)
+        extra = -(-slots // _TILE) * _TILE - self.capacity
+        key_pad = (0, 0, 0, 0, 0, extra // _TILE) if self.tiled_keys else (0, 0, 0, extra)
         self.keys = torch.nn.functional.pad(self.keys, key_pad)
         self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
 
@@ -86,13 +86,18 @@ class KVCache(Cache):
         if moved := kept[still:]:
             source = torch.tensor(moved, device=self.keys.device) + base
             target = slice(base + still, base + len(kept))
-            if self.transposed_keys:
-                self.keys[:, row, :, :, target] = self.keys[:, row].index_select(3, source)
+            if self.tiled_keys:
+                self._move_tiled(row, source, torch.arange(target.start, target.stop))
             else:
                 self.keys[:, row, :, target] = self.keys[:, row].index_select(2, source)
             self.values[:, row, :, target] = self.values[:, row].index_select(2, source)
         self.lengths[row] = base + len(kept)
         self._drop_pending(row)
+
+    def _move_tiled(self, row: int, source: Tensor, target: Tensor) -> None:
+        keys = self.keys[:, row]  # [L, kv, C/64, D, 64]
+        moved = keys[:, :, source // _TILE, :, source % _TILE]  # a copy, [n, L, kv, D]
+        keys[:, :, target // _TILE, :, target % _TILE] = moved
 
     def truncate(self, row: int, length: int) -> None:
         assert 0 <= length <= self.lengths[row], (length, self.lengths[row])
@@ -110,5 +115,6 @@ class KVCache(Cache):
         """Committed (keys [L, kv, n, D], values [L, kv, n, D]) of a row, copied; for tests."""
         n = self.lengths[row]
         keys = self.keys[:, row]
-        keys = keys.transpose(-1, -2) if self.transposed_keys else keys
+        if self.tiled_keys:  # [L, kv, C/64, D, 64] -> [L, kv, C, D]
+            keys = keys.transpose(-1, -2).flatten(2, 3)
         return keys[:, :, :n].clone(), self.values[:, row, :, :n, : keys.shape[-1]].clone()

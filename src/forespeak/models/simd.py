@@ -6,7 +6,8 @@ its own affair. Where the order of a sum or the instruction matters we build the
     dot_tile(m)     int8 product of m activation rows with 16 output channels
     score_tile      one query against 64 keys
     weigh_values    sum of value vectors with given weights, key after key
-    exp             float32 exponential as plain arithmetic
+    exp_tile        16 exponentials, as plain arithmetic
+    gate_tile       silu(gate) * up
 
 Every function does, for one row, the same operations in the same order whatever the other rows
 are. That is what makes a token's logits independent of its neighbours, bit for bit (law 1).
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -199,31 +200,31 @@ def score_tile(
     query_at: Any,
     keys: Any,
     keys_at: Any,
-    key_stride: Any,
     head_dim: Any,
     scores: Any,
     scores_at: Any,
 ) -> Any:
-    """Scores of one query against 64 neighbouring keys.
+    """Scores of one query against the 64 keys of a tile.
 
-    ``keys`` are stored transposed, [head_dim][key], rows ``key_stride`` apart, so that lanes are
-    keys and every score is one chain of fused multiply-adds over the head dimension.
+    A tile is stored transposed, [head_dim][64], so that lanes are keys and every score is one
+    chain of fused multiply-adds over the head dimension.
     """
     size = types.intp
-    signature = types.void(query, size, keys, size, size, size, scores, size)
+    signature = types.void(query, size, keys, size, size, scores, size)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = signature.args
         q = _pointer(context, builder, kinds[0], args[0], args[1])
         k = _pointer(context, builder, kinds[2], args[2], args[3])
-        out = _pointer(context, builder, kinds[6], args[6], args[7])
-        stride, dim = args[4], args[5]
+        out = _pointer(context, builder, kinds[5], args[5], args[6])
+        dim = args[4]
         parts = range(KEYS_PER_TILE // LANES)
         zero = ir.Constant(_V16F, [0.0] * LANES)
         totals = [cgutils.alloca_once_value(builder, zero) for _ in parts]
         with cgutils.for_range(builder, dim) as loop:
             value = _splat(builder, builder.load(builder.gep(q, [loop.index])))
-            row = builder.gep(k, [builder.mul(loop.index, stride)])
+            tile_row = builder.mul(loop.index, ir.Constant(dim.type, KEYS_PER_TILE))
+            row = builder.gep(k, [tile_row])
             for part in parts:
                 lane_at = builder.gep(row, [ir.Constant(dim.type, part * LANES)])
                 total = _fma(
@@ -291,42 +292,68 @@ weigh_values_16 = _make_weigh_values(1)
 weigh_values_64 = _make_weigh_values(4)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _float_from_bits(typingctx: Any, bits: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], _F32)
-
-    return types.float32(types.int32), codegen
+# e**x = 2**n * e**r with n = round(x / ln 2) and r = x - n ln 2 in two parts, by Taylor's sum in r.
+_LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
+_TAYLOR = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
+_LOWEST, _HIGHEST = -87.0, 88.0
 
 
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HIGH = np.float32(0.693359375)
-_LN2_LOW = np.float32(-2.12194440e-4)
-_LOWEST = np.float32(-87.0)
-_HIGHEST = np.float32(88.0)
-_C0 = np.float32(1.0)
-_C2 = np.float32(0.5)
-_C3 = np.float32(1 / 6)
-_C4 = np.float32(1 / 24)
-_C5 = np.float32(1 / 120)
-_C6 = np.float32(1 / 720)
-_C7 = np.float32(1 / 5040)
+def _constant(value: float) -> Any:
+    return ir.Constant(_V16F, [float(np.float32(value))] * LANES)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
-def exp(x: Any) -> Any:
-    """float32 e**x to about 2e-7 relative, by x = n ln 2 + r and a Taylor sum in r.
+def _exp(builder: Any, x: Any) -> Any:
+    """16 float32 exponentials to about 2e-7 relative.
 
     Plain arithmetic instead of the C library's, whose vector and scalar forms may differ.
     """
-    x = min(max(x, _LOWEST), _HIGHEST)
-    n = np.rint(x * _LOG2E)
-    r = x - n * _LN2_HIGH - n * _LN2_LOW
-    p = _C6 + r * _C7
-    p = _C5 + r * p
-    p = _C4 + r * p
-    p = _C3 + r * p
-    p = _C2 + r * p
-    p = _C0 + r * p
-    p = _C0 + r * p
-    return p * _float_from_bits((np.int32(n) + np.int32(127)) << np.int32(23))
+    low, high = _constant(_LOWEST), _constant(_HIGHEST)
+    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
+    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
+    kind = ir.FunctionType(_V16F, [_V16F])
+    round_ = cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.v16f32")
+    n = builder.call(round_, [builder.fmul(x, _constant(_LOG2E))])
+    r = _fma(builder, n, _constant(-_LN2_HIGH), x)
+    r = _fma(builder, n, _constant(-_LN2_LOW), r)
+    total = _constant(_TAYLOR[0])
+    for coefficient in _TAYLOR[1:]:
+        total = _fma(builder, total, r, _constant(coefficient))
+    bias = _splat(builder, ir.Constant(_I32, 127))
+    exponent = builder.add(builder.fptosi(n, _V16I), bias)
+    power = builder.bitcast(builder.shl(exponent, _splat(builder, ir.Constant(_I32, 23))), _V16F)
+    return builder.fmul(total, power)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def exp_tile(typingctx: Any, x: Any, x_at: Any, shift: Any) -> Any:
+    """x[x_at : x_at + 16] = exp(x - shift), in place."""
+    signature = types.void(x, types.intp, types.float32)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = _pointer(context, builder, signature.args[0], args[0], args[1])
+        shifted = builder.fsub(_load(builder, pointer, _V16F), _splat(builder, args[2]))
+        _store(builder, _exp(builder, shifted), pointer)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def gate_tile(
+    typingctx: Any, gate: Any, gate_at: Any, up: Any, up_at: Any, out: Any, out_at: Any
+) -> Any:
+    """out = silu(gate) * up for 16 values."""
+    size = types.intp
+    signature = types.void(gate, size, up, size, out, size)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kinds = signature.args
+        x = _load(builder, _pointer(context, builder, kinds[0], args[0], args[1]), _V16F)
+        y = _load(builder, _pointer(context, builder, kinds[2], args[2], args[3]), _V16F)
+        negative = builder.fsub(_constant(0.0), x)
+        divisor = builder.fadd(_constant(1.0), _exp(builder, negative))
+        value = builder.fmul(builder.fdiv(x, divisor), y)
+        _store(builder, value, _pointer(context, builder, kinds[4], args[4], args[5]))
+        return context.get_dummy_value()
+
+    return signature, codegen
