@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.forespeak-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast check format install model clean
+.PHONY: help demo test test-fast check format docs install model clean
 
 help: ## what there is to make
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' \
@@ -39,6 +39,9 @@ format: install ## let ruff lay out the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: install ## write the method table into README.md
+	@$(BIN)/python scripts/write_method_table.py
+
 install: $(STAMP) ## make the virtual environment
 
 model: install ## get the embedded target model (once)
@@ -46,7 +49,7 @@ model: install ## get the embedded target model (once)
 
 # The stamp lets a second run skip pip; a change of the two files makes it run again.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "forespeak needs Python 3.11 or later and \`$(PYTHON)\` is not; name one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
 	    echo "\`$(PYTHON)\` cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install python3-venv) and run make again" >&2; exit 2; }

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from forespeak.drafters.table import METHODS
 
+from forespeak.cli.methods import markdown
 from forespeak.cli.options import SettingOptions
 from tests.cli.conftest import Command
 
@@ -80,3 +81,8 @@ def test_models_fetch_refuses_what_is_nowhere(forespeak: Command, home: Path):
     done = forespeak("models", "fetch", "no such model")
     assert done.code == 2
     assert "There is no model 'no such model'" in done.err
+
+
+def test_the_readme_has_this_table():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert markdown() in readme, "run `make docs`"

@@ -58,3 +58,22 @@ def drawn() -> Table:
         )
         table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
+
+
+def markdown() -> str:
+    """The table of README.md."""
+    lines = [
+        "| method | what it does | needs | builders | exact | in this version |",
+        "| --- | --- | --- | --- | :-: | :-: |",
+    ]
+    for entry in METHODS.values():
+        cells = (
+            f"`{entry.name}`",
+            entry.summary,
+            entry.needs,
+            ", ".join(entry.builders) or "none",
+            "yes" if entry.exact else "no",
+            "yes" if entry.available else "planned",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
