@@ -135,6 +135,7 @@ def test_demo_in_a_pipe(forespeak: Command):
     assert done.out.count("same text") >= 4
     assert ANSWER * 4 in done.out
     assert "exact" in done.out.split("same text")[-1]
+    assert "Every text is plain decoding's, token for token." in done.err
 
 
 def test_demo_says_when_a_text_differs(forespeak: Command, llm: Any):
@@ -144,3 +145,4 @@ def test_demo_says_when_a_text_differs(forespeak: Command, llm: Any):
     assert rows["ngram"]["exact_match"] == 1.0
     if "draft_model" in rows:
         assert rows["draft_model"]["exact_match"] == 0.0
+        assert "4 texts differ from plain decoding's" in done.err

@@ -20,7 +20,7 @@ from forespeak.bench.compare import Case, Runner, Watcher, decode_speed
 from forespeak.cli import consoles
 from forespeak.types import Completion
 
-_MIN_PANEL_WIDTH = 30
+_MIN_PANEL_WIDTH = 32  # room for the longest result
 _SECONDS_BETWEEN_FRAMES = 0.1  # drawing takes time from the race, so seldom
 
 
@@ -50,12 +50,12 @@ def result(answer: Completion, plain: Completion) -> str:
     if own is None or base is None:
         speed = "too short to time"
     elif answer is plain:
-        speed = f"{own:.0f} tokens/s"
+        speed = f"{own:.0f} tok/s"
     else:
-        speed = f"{own:.0f} tokens/s, {own / base:.2f}x"
+        speed = f"{own:.0f} tok/s {own / base:.2f}x"
     if answer is plain:
         return speed
-    return f"{speed}, {'same text' if answer.token_ids == plain.token_ids else 'OTHER TEXT'}"
+    return f"{speed} {'same text' if answer.token_ids == plain.token_ids else 'OTHER TEXT'}"
 
 
 def question(case: Case) -> str:
@@ -91,7 +91,8 @@ class _Lane:
 
     method: str
     pieces: list[str] = field(default_factory=list)
-    status: str = "waiting"
+    clock: str = ""
+    result: str = "waiting"
     style: str = "dim"
 
 
@@ -121,19 +122,21 @@ class PanelRace(Race):
             self._open(case)
         self._started = time.perf_counter()
         self._lanes[self._current].style = "yellow"
-        self._draw("0.0 s")
+        self._lanes[self._current].result = "..."
+        self._draw()
 
     def text(self, piece: str) -> None:
         """A piece of the answer of the method whose turn it is."""
         self._lanes[self._current].pieces.append(piece)
         if time.perf_counter() - self._drawn > _SECONDS_BETWEEN_FRAMES:
-            self._draw(f"{time.perf_counter() - self._started:.1f} s")
+            self._draw()
 
     def end(self, case: Case, runner: Runner, answer: Completion, plain: Completion) -> None:
         """Stop this method's clock; close the picture after the last."""
         same = answer.token_ids == plain.token_ids
         self._lanes[self._current].style = "green" if same else "red"
-        self._draw(f"{time.perf_counter() - self._started:.1f} s, {result(answer, plain)}")
+        self._lanes[self._current].result = result(answer, plain)
+        self._draw()
         self._current += 1
         if self._current == len(self._lanes):
             self._close()
@@ -150,10 +153,10 @@ class PanelRace(Race):
             self._live.stop()
             self._live = None
 
-    def _draw(self, status: str) -> None:
+    def _draw(self) -> None:
         assert self._live is not None
-        self._lanes[self._current].status = status
         self._drawn = time.perf_counter()
+        self._lanes[self._current].clock = f"{self._drawn - self._started:.1f} s"
         self._live.update(self._picture(), refresh=True)
 
     def _picture(self) -> Group:
@@ -176,8 +179,8 @@ class PanelRace(Race):
         shown = Text("\n").join(lines[-(height - 2) :])
         return Panel(
             shown,
-            title=Text(lane.method),
-            subtitle=Text(lane.status),
+            title=Text(f"{lane.method} {lane.clock}".rstrip()),
+            subtitle=Text(lane.result),
             border_style=lane.style,
             width=width,
             height=height,
