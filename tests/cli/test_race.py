@@ -18,7 +18,7 @@ PARAMS = SamplingParams(max_new_tokens=6)
 
 def runners() -> list[Runner]:
     methods = ("autoregressive", "ngram", "draft_model")
-    return [EngineRunner(FakeLLM(method=method), raw=False) for method in methods]  # type: ignore[arg-type]
+    return [EngineRunner(FakeLLM(method=method), raw=False) for method in methods]
 
 
 def play(shown: race.Race, cast: list[Runner]) -> None:
