@@ -148,7 +148,7 @@ class LogitsPipeline:
         if allowed is None:
             logits = logits.clone()
         else:
-            logits = torch.where(allowed, logits, NEGATIVE_INFINITY)
+            logits = torch.where(allowed.to(logits.device), logits, NEGATIVE_INFINITY)
         if self._forbidden is not None:
             logits.masked_fill_(self._forbidden.to(logits.device), NEGATIVE_INFINITY)
         if cells[0]:
