@@ -21,7 +21,7 @@ from forespeak.errors import ForespeakError
 
 INPUT_FAULT = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-READER_GONE = 141  # 128 + SIGPIPE
+READER_GONE = 1  # as rich and typer have it, which may notice first
 
 
 def build() -> typer.Typer:
