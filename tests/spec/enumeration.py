@@ -1,0 +1,244 @@
+"""Exact output laws by enumeration, in float64.
+
+A builder and a rule ask their sources of randomness two questions (``Uniforms``). Here every
+question is answered in every possible way, each answer with its probability, so that running both
+gives the whole law of what a round emits. Nothing is estimated: agreement is to rounding.
+
+    target = RandomTarget(vocab_size=6, seed=1)
+    law = output_law(target, build, rule, length=4)      # build: Uniforms -> CandidateTree
+    assert distance(law, target.joint(4)) < 1e-12
+
+Any source of trees can stand behind ``build``: a builder over a table of draft laws (as
+:class:`TableDrafter` here), or a real drafter over a tiny model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forespeak.spec.builders import DraftPath
+from forespeak.spec.tree import CandidateTree
+from forespeak.spec.uniforms import Uniforms
+from forespeak.spec.verify import Rule
+from forespeak.types import DenseLaws, Frontier, Verdict
+
+Law = NDArray[np.float64]
+Path = tuple[int, ...]
+Build = Callable[[Uniforms], CandidateTree]
+Process = Callable[[Tensor, Path], Tensor]
+"""(logits [V], path below the prompt) -> logits [V]"""
+T = TypeVar("T")
+
+ROOT = 0  # token of every root; no law depends on it
+
+
+class Branch:
+    """A source of decisions that follows a script and then takes the first possible answers.
+
+    Attributes:
+        probability: of the answers given so far.
+        open: scripts of the answers that were not taken.
+        final_law: with ``defer``, the law that the last ``choose`` was asked about.
+    """
+
+    def __init__(self, script: Sequence[int], *, defer: bool) -> None:
+        self._script, self._defer = tuple(script), defer
+        self._given: list[int] = []
+        self.probability = 1.0
+        self.open: list[tuple[int, ...]] = []
+        self.final_law: Law | None = None
+
+    def accept(self, probability: float) -> bool:
+        probability = min(max(probability, 0.0), 1.0)
+        return self._answer({1: probability, 0: 1.0 - probability}) == 1
+
+    def choose(self, law: Tensor) -> int:
+        weights = law.numpy() / float(law.sum())
+        if self._defer:
+            assert self.final_law is None, "a rule that chooses last has chosen twice"
+            self.final_law = weights
+            return -1
+        return self._answer(dict(enumerate(weights.tolist())))
+
+    def _answer(self, options: dict[int, float]) -> int:
+        possible = [option for option, weight in options.items() if weight > 0]
+        step = len(self._given)
+        if step < len(self._script):
+            answer = self._script[step]
+        else:
+            answer = possible[0]
+            self.open += [(*self._given, other) for other in possible[1:]]
+        self._given.append(answer)
+        self.probability *= options[answer]
+        return answer
+
+
+def explore(
+    run: Callable[[Uniforms], T], *, defer: bool = False
+) -> Iterator[tuple[float, T, Law | None]]:
+    """Runs once for every way in which its questions can be answered.
+
+    With ``defer`` tokens are not enumerated: ``choose`` gives -1 and its law is handed over.
+
+    Yields:
+        probability, what ``run`` returned, deferred law.
+    """
+    scripts: list[tuple[int, ...]] = [()]
+    while scripts:
+        branch = Branch(scripts.pop(), defer=defer)
+        result = run(branch)
+        scripts += branch.open
+        yield branch.probability, result, branch.final_law
+
+
+@dataclass
+class RandomTables:
+    """Random logits for every path, the same for the same seed, shaped by a processor."""
+
+    vocab_size: int
+    seed: int
+    scale: float = 2.0
+    process: Process | None = None
+    _laws: dict[Path, Tensor] = field(default_factory=dict)
+
+    def logits(self, path: Path) -> Tensor:
+        """Before the processor. [V] float64"""
+        entropy = np.random.SeedSequence([self.seed, *(token + 1 for token in path)])
+        draws = np.random.default_rng(entropy).normal(size=self.vocab_size)
+        return torch.from_numpy(draws * self.scale)
+
+    def law(self, path: Path) -> Tensor:
+        """After the processor. [V] float64"""
+        if path not in self._laws:
+            logits = self.logits(path)
+            processed = logits if self.process is None else self.process(logits, path)
+            self._laws[path] = processed.softmax(-1)
+        return self._laws[path]
+
+
+@dataclass
+class RandomTarget(RandomTables):
+    """The target: knows the joint law of what plain decoding writes."""
+
+    _joints: dict[tuple[Path, int], Law] = field(default_factory=dict)
+
+    def joint(self, length: int, path: Path = ()) -> Law:
+        """Law of the next ``length`` tokens after ``path``. [V] * length"""
+        if length == 0:
+            return np.ones(())
+        if (path, length) not in self._joints:
+            self._joints[path, length] = self.weighted(self.law(path).numpy(), length, path)
+        return self._joints[path, length]
+
+    def weighted(self, first: Law, length: int, path: Path) -> Law:
+        """Law of ``length`` tokens after ``path`` when the first of them has another law."""
+        if length == 1:
+            return first
+        shape = (self.vocab_size, *(1 for _ in range(length - 1)))
+        return first.reshape(shape) * self._continued(length - 1, path)
+
+    def _continued(self, length: int, path: Path) -> Law:
+        key = (path, -length)
+        if key not in self._joints:
+            self._joints[key] = np.stack(
+                [self.joint(length, (*path, token)) for token in range(self.vocab_size)]
+            )
+        return self._joints[key]
+
+
+class TableDrafter:
+    """Draft laws from tables behind the seam that builders use; one row, steps by ``expand``."""
+
+    def __init__(self, tables: RandomTables) -> None:
+        self.tables = tables
+        self._paths: dict[int, Path] = {0: ()}
+
+    def propose(self) -> DenseLaws:
+        """[1, 1, V] below the root."""
+        self._paths = {0: ()}
+        return DenseLaws(self.tables.logits(())[None, None])
+
+    def propose_all(self, depth: int) -> DenseLaws:
+        """[1, depth, V] laws that depend on the depth alone: those of the path of zeros."""
+        return DenseLaws(torch.stack([self.tables.logits((0,) * d) for d in range(depth)])[None])
+
+    def expand(self, frontiers: Sequence[Frontier]) -> DenseLaws:
+        """[F, 1, V]; a node's parent must have been expanded before."""
+        laws = []
+        for frontier in frontiers:
+            for number, token, parent in zip(
+                frontier.nodes, frontier.tokens, frontier.parents, strict=True
+            ):
+                self._paths[number] = (*self._paths[parent], token)
+                laws.append(self.tables.logits(self._paths[number]))
+        return DenseLaws(torch.stack(laws)[:, None])
+
+
+def draft_process(process: Process) -> Callable[[Tensor, Sequence[DraftPath]], Tensor]:
+    """A processor of one law as builders take it; the root is left out of the path."""
+
+    def batched(logits: Tensor, paths: Sequence[DraftPath]) -> Tensor:
+        rows = zip(logits, paths, strict=True)
+        return torch.stack([process(law, path.tokens[1:]) for law, path in rows])
+
+    return batched
+
+
+def node_path(tree: CandidateTree, node: int) -> Path:
+    """Tokens from below the root to the node."""
+    return tuple(tree.tokens[at] for at in tree.path_to(node)[1:])
+
+
+def target_laws(target: RandomTables, tree: CandidateTree) -> Tensor:
+    """p after each node, along its own path. [N, V]"""
+    return torch.stack([target.law(node_path(tree, node)) for node in range(len(tree))])
+
+
+def output_law(target: RandomTarget, build: Build, rule: Rule, length: int) -> Law:
+    """Law of the first ``length`` tokens when one round is verified and plain decoding follows.
+
+    Args:
+        build: makes (and cuts) one tree; every draw it asks for is enumerated.
+        rule: every decision of it is enumerated.
+
+    Returns:
+        [V] * length float64. The rule is exact where this is ``target.joint(length)``.
+    """
+    law = np.zeros((target.vocab_size,) * length)
+    for drawn, tree, _ in explore(build):
+        p = target_laws(target, tree)
+        verify = partial(rule.verify, tree, p)
+        for decided, verdict, final in explore(verify, defer=rule.chooses_last):
+            weight = drawn * decided
+            path = tuple(tree.tokens[node] for node in verdict.path[1:])
+            _add(law, target, weight, path, _bonus_law(verdict, final, target.vocab_size))
+    return law
+
+
+def _bonus_law(verdict: Verdict, final: Law | None, vocab_size: int) -> Law:
+    return np.eye(vocab_size)[verdict.bonus] if final is None else final
+
+
+def _add(law: Law, target: RandomTarget, weight: float, path: Path, bonus: Law) -> None:
+    if len(path) >= law.ndim:
+        law[path[: law.ndim]] += weight
+    else:
+        law[path] += weight * target.weighted(bonus, law.ndim - len(path), path)
+
+
+def distance(one: Law, other: Law) -> float:
+    """Total variation."""
+    return float(np.abs(one - other).sum() / 2)
+
+
+def largest_difference(one: Law, other: Law) -> float:
+    """Largest difference of two probabilities."""
+    return float(np.abs(one - other).max())
