@@ -124,7 +124,8 @@ def read_tensor(file: GgufFile, tensor: GgufTensor) -> Tensor:
         raise _damaged(file.path, f"it ends inside tensor {tensor.name!r}")
     kind = GGMLQuantizationType[tensor.type_name]
     rows = raw.reshape(*tensor.shape[:-1], -1)  # [..., bytes of one row]
-    values = gguf.dequantize(rows, kind).reshape(tensor.shape)
+    with np.errstate(all="ignore"):  # scales of a damaged file may overflow
+        values = gguf.dequantize(rows, kind).reshape(tensor.shape)
     values = np.ascontiguousarray(values, dtype=np.float32)
     return _undo_permutation(file, tensor.name, torch.from_numpy(values))
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
-from forespeak.errors import CheckpointError
+from forespeak.errors import CheckpointError, OptionError
 
 OUR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` that our own decoder runs; the adapter takes the others."""
 
 ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 """Rotary embedding kinds that ``rope.rope_frequencies`` knows."""
+
+# Far above any model; a damaged number must not make tables of millions of layers.
+_MOST_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +56,20 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
 
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """The config of the model of the first layers.
+
+        Raises:
+            OptionError: not between 1 and the number of layers less one.
+        """
+        if not 1 <= num_layers < self.num_layers:
+            raise OptionError(
+                f"The first {num_layers} layers were asked for; allowed: 1 to "
+                f"{self.num_layers - 1} of the target's {self.num_layers}."
+            )
+        kept = self.sliding_layers[:num_layers]
+        return replace(self, num_layers=num_layers, sliding_layers=kept)
+
     @classmethod
     def from_hf(cls, values: Mapping[str, object], *, origin: str = "config.json") -> ModelConfig:
         """Read the fields of an HF ``config.json``, in the layout of transformers 4 or 5.
@@ -74,7 +91,7 @@ class ModelConfig:
                 "Other architectures run through transformers from a folder or a Hub id."
             )
         _refuse_what_we_lack(reader)
-        num_layers = reader.count("num_hidden_layers")
+        num_layers = reader.count("num_hidden_layers", most=_MOST_LAYERS)
         hidden_size = reader.count("hidden_size")
         num_heads = reader.count("num_attention_heads")
         num_kv_heads = _num_kv_heads(reader, family, num_heads)
@@ -174,10 +191,10 @@ class _Fields:
             raise self.wrong(key, "a name")
         return value
 
-    def count(self, key: str) -> int:
+    def count(self, key: str, *, most: int = 2**31) -> int:
         value = self.get(key)
-        if not _is_int(value) or not 0 < value < 2**31:
-            raise self.wrong(key, "a whole number above 0")
+        if not _is_int(value) or not 0 < value <= most:
+            raise self.wrong(key, f"a whole number from 1 to {most}")
         return value
 
     def optional_count(self, key: str) -> int | None:

@@ -22,7 +22,7 @@ def rope_frequencies(config: ModelConfig, context_length: int) -> tuple[Tensor, 
     is at most ``max_position_embeddings``, and transformers' for a text of that length beyond it.
 
     Raises:
-        ModelError: the kind of rotary embedding is not known.
+        ModelError: the kind of rotary embedding is not known, or factors do not fit the heads.
     """
     rope = dict(config.rope_parameters)
     factors = rope.pop("frequency_factors", None)
@@ -38,6 +38,11 @@ def rope_frequencies(config: ModelConfig, context_length: int) -> tuple[Tensor, 
         hf_config = _as_transformers(config, rope)
         frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf_config, seq_len=context_length)
     if factors is not None:
+        if len(factors) != len(frequencies):
+            raise ModelError(
+                f"The model has {len(factors)} rotary frequency factors; {len(frequencies)} are "
+                "needed, one for each pair of a head. Get the model again."
+            )
         frequencies = frequencies / torch.tensor(factors, dtype=torch.float32)
     return frequencies.to(torch.float32), float(scaling)
 
