@@ -42,15 +42,19 @@ class FakeLLM:
     """Answers with ``ANSWER`` over and over, as many words as tokens are asked for.
 
     ``differs`` makes ``draft_model`` give another token at that position. ``interrupt_after``
-    raises KeyboardInterrupt after so many pieces, once.
+    raises KeyboardInterrupt after so many pieces, once. ``num_layers`` limits ``truncate:N``.
     """
 
     differs: int | None = None
     interrupt_after: int | None = None
+    num_layers = 30
 
     def __init__(
         self, target: Any = "smollm2-135m", *, method: str = "autoregressive", **given: Any
     ):
+        cut = (given.get("drafter") or "").partition("truncate:")[2]
+        if cut and int(cut) >= self.num_layers:
+            raise ModelError(f"truncate:{cut} is too many; allowed: 1 to {self.num_layers - 1}.")
         self.target = target
         self.speculation = SpeculationConfig(method=method, **given)
         self.builder = "none" if method == "autoregressive" else "chain"

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forespeak.cli import choice
 from forespeak.cli.demo import prompts as demo_prompts
 from tests.cli.conftest import Command
 from tests.cli.fakes import ANSWER
@@ -63,6 +64,27 @@ def test_all_has_every_runnable_method_and_the_cascade_with_the_best(forespeak: 
     )
     names = [row["method"] for row in done.record["rows"]]
     assert names == ["autoregressive", "ngram", "draft_model", "ngram+draft_model"]
+
+
+def test_all_drafts_with_a_cut_of_the_target_where_no_drafter_was_named(
+    forespeak: Command, file: str
+):
+    done = forespeak("compare", "--prompts", file, "--limit", "1", "--json")
+    drafters = {row["method"]: row["drafter"] for row in done.record["rows"]}
+    assert drafters["ngram"] is None
+    assert drafters["draft_model"] == drafters["ngram+draft_model"] == choice.STAND_IN
+
+
+def test_all_leaves_out_a_drafter_that_nobody_named_and_that_does_not_fit(
+    forespeak: Command, llm: Any, file: str
+):
+    llm.num_layers = 2
+    done = forespeak("compare", "--prompts", file, "--limit", "1", "--json")
+    assert [row["method"] for row in done.record["rows"]] == ["autoregressive", "ngram"]
+    assert "draft_model is left out: truncate:" in done.err
+    named = forespeak("compare", "--prompts", file, "--drafter", "truncate:5")
+    assert named.code == 2
+    assert "truncate:5 is too many" in named.err
 
 
 def test_plain_decoding_is_in_it_once_and_first(forespeak: Command, file: str):

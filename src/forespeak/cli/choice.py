@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
 from forespeak.cli.options import SettingOptions
 from forespeak.drafters.table import METHODS, MethodEntry
@@ -11,6 +12,11 @@ from forespeak.types import SpeculationConfig
 
 PLAIN = "autoregressive"
 LOOKUP = "ngram"
+DRAFT_MODEL = "draft_model"
+
+# The drafter of `draft_model` in `all` and in the demo when none was named: an untrained cut of the
+# target, which shows that the method works and not how fast it can be.
+STAND_IN = "truncate:12"
 
 
 def check_method(method: str) -> tuple[MethodEntry, ...]:
@@ -47,9 +53,16 @@ def split_list(text: str) -> list[str]:
     return [PLAIN, *(name for name in dict.fromkeys(names) if name != PLAIN)]
 
 
-def runnable(settings: SettingOptions) -> list[str]:
-    """Every method that can run with what is at hand, plain decoding first."""
-    return [name for name in available() if settings.drafter or not _lacks_drafter(METHODS[name])]
+def configure_all(settings: SettingOptions) -> list[SpeculationConfig]:
+    """Every method that can run with what is at hand, plain decoding first.
+
+    A method that takes any smaller model, when none was given, takes the target's first layers.
+    """
+    configs = configure(available(), settings)
+    return [
+        replace(config, drafter=STAND_IN) if _lacks_drafter(config) else config
+        for config in configs
+    ]
 
 
 def configure(methods: Sequence[str], settings: SettingOptions) -> list[SpeculationConfig]:
@@ -76,6 +89,10 @@ def fitting_config(method: str, settings: SettingOptions) -> SpeculationConfig:
     return SettingOptions(**given).config(method)
 
 
+def _lacks_drafter(config: SpeculationConfig) -> bool:
+    return config.method == DRAFT_MODEL and config.drafter is None
+
+
 def settings_of(method: str) -> set[str]:
     """Names of the settings that a method or a cascade takes."""
     entries = check_method(method)
@@ -85,13 +102,3 @@ def settings_of(method: str) -> set[str]:
     if any(len(entry.builders) > 1 for entry in entries):
         names.add("builder")
     return names
-
-
-def best_of(methods: Sequence[str], speed: Callable[[str], float]) -> str | None:
-    """The fastest method that can stand behind prompt lookup in a cascade, if there is one."""
-    candidates = [name for name in methods if name not in (PLAIN, LOOKUP) and "+" not in name]
-    return max(candidates, key=speed, default=None)
-
-
-def _lacks_drafter(entry: MethodEntry) -> bool:
-    return entry.info.trained and not entry.defaults.get("drafter")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -20,8 +22,8 @@ from forespeak.cli.options import (
     SettingOptions,
     TargetOptions,
 )
-from forespeak.errors import OptionError
-from forespeak.types import Completion, SamplingParams
+from forespeak.errors import ForespeakError, OptionError
+from forespeak.types import Completion, SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:
     from forespeak.engine.llm import Target
@@ -52,11 +54,13 @@ def compare(
             "leave one out."
         )
     params = sampling.params()
-    names = choice.runnable(settings) if methods == ALL else choice.split_list(methods)
-    configs = choice.configure(names, settings)
+    if methods == ALL:
+        configs = choice.configure_all(settings)
+    else:
+        configs = choice.configure(choice.split_list(methods), settings)
     chosen = prompts.read()
     model = open_target(target)
-    runners = [EngineRunner(open_llm(model, config), raw=raw.raw) for config in configs]
+    runners = open_runners(model, configs, settings, raw=raw.raw)
     if methods == ALL:
         runners += cascade(model, runners, settings, chosen[0], params, raw=raw.raw)
     total = num_cases(chosen, prompts.all_turns) * len(runners)
@@ -72,9 +76,27 @@ def compare(
     show(rows, model, output)
 
 
+def open_runners(
+    model: Target, configs: Sequence[SpeculationConfig], settings: SettingOptions, *, raw: bool
+) -> list[EngineRunner]:
+    """The target under each configuration.
+
+    Where the drafter that nobody named does not fit the target, its method is left out aloud.
+    """
+    runners = []
+    for config in configs:
+        try:
+            runners.append(EngineRunner(open_llm(model, config), raw=raw))
+        except ForespeakError as error:
+            if config.drafter == settings.drafter:
+                raise
+            consoles.say(f"{config.method} is left out: {error}")
+    return runners
+
+
 def cascade(
     model: Target,
-    runners: list[EngineRunner],
+    runners: Sequence[EngineRunner],
     settings: SettingOptions,
     prompt: Prompt,
     params: SamplingParams,
@@ -82,16 +104,14 @@ def cascade(
     raw: bool,
 ) -> list[EngineRunner]:
     """Prompt lookup before the method that is the fastest on a short answer; empty if none is."""
-    answers = warm_up(runners, prompt, params)  # once to allocate, once to measure
-    answers = warm_up(runners, prompt, params)
-    speeds = {
-        runner.method: decode_speed(answer) or 0.0
-        for runner, answer in zip(runners, answers, strict=True)
-    }
-    best = choice.best_of(list(speeds), speeds.__getitem__)
-    if best is None or choice.LOOKUP not in speeds:
+    drafting = [runner for runner in runners if runner.method not in (choice.PLAIN, choice.LOOKUP)]
+    if not drafting:
         return []
-    config = choice.fitting_config(f"{choice.LOOKUP}+{best}", settings)
+    warm_up(drafting, prompt, params)  # once to allocate, once to measure
+    speeds = [decode_speed(answer) or 0.0 for answer in warm_up(drafting, prompt, params)]
+    best = drafting[speeds.index(max(speeds))]
+    config = choice.fitting_config(f"{choice.LOOKUP}+{best.method}", settings)
+    config = replace(config, drafter=best.speculation.drafter)
     return [EngineRunner(open_llm(model, config), raw=raw)]
 
 

@@ -11,8 +11,8 @@ from typer import Option
 from forespeak.bench.compare import Row, compare
 from forespeak.bench.prompts import Prompt, read_prompts
 from forespeak.cli import choice, consoles
-from forespeak.cli.compare import show
-from forespeak.cli.engine import EngineRunner, open_llm, open_target, peak_memory_meter
+from forespeak.cli.compare import open_runners, show
+from forespeak.cli.engine import open_target, peak_memory_meter
 from forespeak.cli.options import OutputOptions, SettingOptions, TargetOptions
 from forespeak.cli.race import Race, open_race
 from forespeak.types import SamplingParams
@@ -27,14 +27,14 @@ def demo(
     """Race plain decoding against every method on four prompts; the texts are the same."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
     settings = SettingOptions()
-    configs = choice.configure(choice.runnable(settings), settings)
+    configs = choice.configure_all(settings)
     chosen = prompts()
     model = open_target(target)
+    runners = open_runners(model, configs, settings, raw=False)
     consoles.say(
-        f"{model.description}. Each of {len(chosen)} prompts goes through {len(configs)} methods, "
+        f"{model.description}. Each of {len(chosen)} prompts goes through {len(runners)} methods, "
         "one after the other."
     )
-    runners = [EngineRunner(open_llm(model, config), raw=False) for config in configs]
     with Race() if output.json else open_race(runners) as race:
         rows = compare(
             runners,

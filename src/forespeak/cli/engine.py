@@ -56,6 +56,7 @@ class EngineRunner:
     def __init__(self, llm: LLM, *, raw: bool) -> None:
         self._llm = llm
         self._raw = raw
+        self.speculation: SpeculationConfig = llm.speculation
         self.method: str = llm.speculation.method
         self.builder: str = llm.builder
         self.drafter: str | None = llm.drafter_name

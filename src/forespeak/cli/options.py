@@ -43,7 +43,10 @@ class TargetOptions:
         ),
     ] = "auto"
     device: Annotated[
-        str, Option(help=f"One of {', '.join(DEVICES)}.", rich_help_panel=_TARGET)
+        str,
+        Option(
+            help=f"One of {', '.join(DEVICES)}; cuda:N for one of several.", rich_help_panel=_TARGET
+        ),
     ] = "auto"
     threads: Annotated[
         int | None,
@@ -58,7 +61,7 @@ class TargetOptions:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise OptionError(unknown_choice("Precision", self.dtype, DTYPES))
-        if self.device not in DEVICES:
+        if self.device.partition(":")[0] not in DEVICES:
             raise OptionError(unknown_choice("Device", self.device, DEVICES))
 
 
