@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def read_line() -> str | None:
     while True:
         try:
             if asks:
-                return input("> ")
+                return _ask()
             line = sys.stdin.readline()
             return line.rstrip("\r\n") if line else None
         except EOFError:
@@ -68,6 +69,16 @@ def read_line() -> str | None:
             raise PromptError(
                 f"Standard input is not UTF-8 ({error.reason}); send the lines as UTF-8."
             ) from None
+
+
+def _ask() -> str:
+    with suppress(ImportError):
+        import readline  # noqa: F401  # gives input() its line editing and history
+    if sys.stdout.isatty():
+        return input("> ")
+    sys.stderr.write("> ")
+    sys.stderr.flush()
+    return input()
 
 
 @dataclass
