@@ -20,6 +20,7 @@ from forespeak.formats.gguf_file import TYPES, iter_gguf_weights, read_gguf, rea
 from forespeak.models.config import ModelConfig
 from forespeak.models.loading import config_from_gguf, load_checkpoint
 from tests.formats.tiny_checkpoints import (
+    TINY,
     TINY_HF,
     changed_byte,
     finish,
@@ -27,8 +28,6 @@ from tests.formats.tiny_checkpoints import (
     random_weights,
     write_gguf,
 )
-
-TINY = ModelConfig.from_hf(TINY_HF)
 
 
 @pytest.fixture

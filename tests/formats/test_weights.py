@@ -11,9 +11,9 @@ import torch
 
 from forespeak.errors import CheckpointError
 from forespeak.formats.weights import iter_weights, read_json_object
-from forespeak.models.config import ModelConfig
 from forespeak.models.loading import load_checkpoint
 from tests.formats.tiny_checkpoints import (
+    TINY,
     TINY_HF,
     changed_byte,
     random_weights,
@@ -21,7 +21,6 @@ from tests.formats.tiny_checkpoints import (
     write_sharded,
 )
 
-TINY = ModelConfig.from_hf(TINY_HF)
 INDEX = "model.safetensors.index.json"
 SECOND = "model-00002-of-00002.safetensors"
 

@@ -30,6 +30,8 @@ TINY_HF = {
     "tie_word_embeddings": False,
 }
 
+TINY = ModelConfig.from_hf(TINY_HF)
+
 _FROM_HF = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",

@@ -57,7 +57,8 @@ def test_same_tensors_and_switches_as_transformers(tmp_path: Path, case: dict[st
     config = ModelConfig.from_hf(values)
     (tmp_path / "config.json").write_text(json.dumps(values))
     theirs = AutoConfig.from_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_config(theirs)
+    from_config: Any = AutoModelForCausalLM.from_config
+    model = from_config(theirs)
     state = model.state_dict()
     if config.tie_word_embeddings:
         state.pop("lm_head.weight")

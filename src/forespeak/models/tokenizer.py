@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -60,7 +61,7 @@ class Tokenizer:
             try:
                 return cls.from_folder(kept)
             except CheckpointError:
-                pass  # damaged: convert again
+                shutil.rmtree(kept, ignore_errors=True)  # damaged: convert again
         converted = _load(file.path.parent, file.path.name)
         _keep(converted, kept)
         return cls(converted)
