@@ -82,7 +82,7 @@ def test_rows_of_a_batch_in_one_forward(path: Path, device: torch.device):
     positions = torch.arange(n, device=device).repeat(rows)
     segments = [Segment(row, n) for row in range(rows)]
     out = decoder.forward(ids.flatten().to(device), positions, cache, segments)
-    _close(out.logits.unflatten(0, (rows, n))[:, case.stored], case.tensors["logits"])
+    _close(out.logits.view(rows, n, -1)[:, case.stored], case.tensors["logits"])
 
 
 @every_case
@@ -100,7 +100,9 @@ def test_greedy_tokens(path: Path, device: torch.device):
 def _greedy(decoder: Decoder, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
     """Tokens, and for each the distance of the two best logits."""
     cache = decoder.new_cache(1, 8)
-    new, found, gaps = prompt, [], []
+    new = prompt
+    found: list[int] = []
+    gaps: list[float] = []
     while len(found) < count:
         start = cache.lengths[0]
         out: TargetOutput = decoder.forward(
