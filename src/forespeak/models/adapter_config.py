@@ -1,0 +1,122 @@
+"""What the rest of the package reads of a transformers config, and rotary embeddings held still."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from forespeak.errors import OptionError
+from forespeak.models.config import ModelConfig
+
+_NO_LIMIT = 1 << 20  # for the few architectures that name none
+_BY_LENGTH = ("dynamic", "longrope")  # rotary kinds whose frequencies follow the text's length
+
+
+def model_config(text: Any, generation: Any, limit: int) -> ModelConfig:
+    """Sizes and identity of an adapted model.
+
+    True of every architecture: ``model_type, vocab_size, hidden_size, num_layers,
+    max_position_embeddings, bos_token_id, eos_token_ids``. The other fields describe our own
+    decoder; here they hold what the config says where it says it, and otherwise 0 (sizes) or the
+    default. Nothing may build a decoder from them.
+
+    Args:
+        text: the config of the language model part.
+        generation: transformers' generation config, whose stop tokens count first.
+        limit: tokens a row may hold.
+    """
+    stops = getattr(generation, "eos_token_id", None)
+    if stops is None:
+        stops = getattr(text, "eos_token_id", None)
+    num_heads = _size(text, "num_attention_heads")
+    head_dim = _size(text, "head_dim") or text.hidden_size // max(1, num_heads)
+    return ModelConfig(
+        model_type=text.model_type,
+        vocab_size=text.vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=_size(text, "intermediate_size"),
+        num_layers=text.num_hidden_layers,
+        num_heads=num_heads,
+        num_kv_heads=_size(text, "num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        rms_norm_eps=0.0,
+        max_position_embeddings=limit,
+        rope_parameters={},
+        tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
+        bos_token_id=getattr(text, "bos_token_id", None),
+        eos_token_ids=_ids(stops),
+    )
+
+
+def _size(text: Any, name: str) -> int:
+    """A size, 0 when the config has none or one for each layer."""
+    value = getattr(text, name, None)
+    return value if isinstance(value, int) else 0
+
+
+def _ids(value: int | Iterable[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(dict.fromkeys(value))
+
+
+def context_limit(text: Any, asked: int | None) -> int:
+    """Tokens a row may hold.
+
+    The limit is the config's; with longrope it is the original length unless more is asked for,
+    because the longer length has other frequencies for all texts, short ones included.
+
+    Raises:
+        OptionError: less than 1 or more than the model has.
+    """
+    longest = _size(text, "max_position_embeddings") or _NO_LIMIT
+    if asked is None:
+        rope = getattr(text, "rope_parameters", None) or {}
+        original = rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope" and isinstance(original, int):
+            return min(longest, original)
+        return longest
+    if not 1 <= asked <= longest:
+        raise OptionError(
+            f"context_length is {asked}; this model allows 1 to {longest}. Choose one of these."
+        )
+    return asked
+
+
+@torch.inference_mode(False)
+def pin_rope(model: nn.Module, limit: int) -> None:
+    """Fix rotary frequencies that would change with the text's length.
+
+    transformers picks them anew in each forward by the largest position in it, so that a token's
+    logits would depend on what else is verified beside it. They are set as for the last position
+    that a row may reach and marked as constant.
+    """
+    for module in model.modules():
+        rope: Any = module
+        kind = getattr(rope, "rope_type", None)
+        if isinstance(kind, str):
+            if _follows_length(kind):
+                _pick(module, limit, None)
+                rope.rope_type = "default"
+        elif isinstance(kind, dict):
+            for layer_type in [name for name, one in kind.items() if _follows_length(one)]:
+                _pick(module, limit, layer_type)
+            rope.rope_type = {
+                name: "default" if _follows_length(one) else one for name, one in kind.items()
+            }
+
+
+def _follows_length(kind: object) -> bool:
+    return isinstance(kind, str) and any(name in kind for name in _BY_LENGTH)
+
+
+def _pick(module: nn.Module, limit: int, layer_type: str | None) -> None:
+    """Let the module choose its frequencies for a text of ``limit`` tokens."""
+    device = next(module.buffers()).device
+    call: dict[str, Any] = {"position_ids": torch.tensor([[limit - 1]], device=device)}
+    if layer_type is not None:
+        call["layer_type"] = layer_type
+    module(torch.zeros((1, 1, 1), device=device), **call)
