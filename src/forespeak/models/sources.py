@@ -239,8 +239,8 @@ def _hub_snapshot(
             repo_id,
             cache_dir=models_home() / "hub",
             allow_patterns=(patterns or []) + _HUB_PATTERNS,
-            # Other copies of the weights, in folders such as `original/` and `onnx/`.
-            ignore_patterns=["*/*"],
+            # Other copies of the weights: Mistral's own, and folders such as `original/`.
+            ignore_patterns=["*/*", "consolidated*"],
             local_files_only=local_only,
         )
     except errors.GatedRepoError:
