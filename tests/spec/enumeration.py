@@ -14,6 +14,7 @@ Any source of trees can stand behind ``build``: a builder over a table of draft 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -221,6 +222,19 @@ def output_law(target: RandomTarget, build: Build, rule: Rule, length: int) -> L
             path = tuple(tree.tokens[node] for node in verdict.path[1:])
             _add(law, target, weight, path, _bonus_law(verdict, final, target.vocab_size))
     return law
+
+
+def emissions(target: RandomTables, build: Build, rule: Rule) -> dict[Path, float]:
+    """Law of what one round emits: accepted tokens and the bonus, as sequences."""
+    law: dict[Path, float] = defaultdict(float)
+    for drawn, tree, _ in explore(build):
+        verify = partial(rule.verify, tree, target_laws(target, tree))
+        for decided, verdict, final in explore(verify, defer=rule.chooses_last):
+            path = tuple(tree.tokens[node] for node in verdict.path[1:])
+            bonus = _bonus_law(verdict, final, target.vocab_size)
+            for token in np.flatnonzero(bonus).tolist():
+                law[(*path, token)] += drawn * decided * float(bonus[token])
+    return dict(law)
 
 
 def _bonus_law(verdict: Verdict, final: Law | None, vocab_size: int) -> Law:

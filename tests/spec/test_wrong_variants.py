@@ -100,9 +100,11 @@ def _restarting(tree: CandidateTree, p: Tensor, uniforms: Uniforms) -> Verdict:
     return Verdict(tuple(path), uniforms.choose(law))
 
 
+RESTARTING = dataclasses.replace(RULES["siblings"], verify=_restarting)
+
+
 def test_residual_restarted_for_each_sibling(report: Report) -> None:
     wrong, right = [], []
-    rule = dataclasses.replace(RULES["siblings"], verify=_restarting)
     for seed in SEEDS:
         target, drafter = _pair(seed)
 
@@ -110,7 +112,7 @@ def test_residual_restarted_for_each_sibling(report: Report) -> None:
             return _three_siblings(drafter, draws)
 
         right.append(distance(output_law(target, build, RULES["siblings"], 2), target.joint(2)))
-        wrong.append(distance(output_law(target, build, rule, 2), target.joint(2)))
+        wrong.append(distance(output_law(target, build, RESTARTING, 2), target.joint(2)))
     report("the residual restarted for each sibling", wrong)
     _check(right, wrong)
 

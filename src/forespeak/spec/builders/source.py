@@ -86,6 +86,7 @@ class LawSource:
                 "The drafter proposes single tokens and no laws; allowed for it: the greedy chain. "
                 "Choose the chain builder without draft sampling, processors or a confidence."
             )
+        assert laws.logits.ndim == 3, laws.logits.shape
         assert len(roots) == len(rows) == laws.logits.shape[0], (roots, rows, laws.logits.shape)
         self.roots = [DraftNode(slot, 0, -1, (int(token),)) for slot, token in enumerate(roots)]
         self.max_depth = laws.logits.shape[1] if expand is None else None
