@@ -19,22 +19,23 @@ SOURCE = Path(__file__).parents[1] / "src" / "forespeak"
 # allows that one module, a plain one everything below it.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "types": {"errors"},
-    "spec": {"errors", "types"},
+    "sampling": {"errors"},
+    "types": {"errors", "sampling"},
+    "spec": {"errors", "types", "sampling"},
     "formats": {"errors", "types", "models.config"},
     "models": {"errors", "types", "formats"},
     "drafters": {"errors", "types", "formats", "models"},
     "engine": {
-        *("errors", "types", "spec", "models"),
+        *("errors", "types", "sampling", "spec", "models"),
         # The table is names and numbers; the classes come through the loader alone.
         *("drafters.base", "drafters.loader", "drafters.table"),
     },
     "train": {"errors", "types", "formats", "models", "drafters"},
     "serving": {"errors", "types", "spec", "engine"},
-    "bench": {"errors", "types"},
+    "bench": {"errors", "types", "sampling"},
     "deploy": {"errors", "types"},
     "cli": {
-        *("errors", "types", "spec", "formats", "models", "drafters", "engine"),
+        *("errors", "types", "sampling", "spec", "formats", "models", "drafters", "engine"),
         *("train", "serving", "bench", "deploy"),
     },
     # The public names; all but the errors and types are loaded when first used.
@@ -51,6 +52,7 @@ TORCH_FREE_MODULES = (
     "forespeak",
     "forespeak.errors",
     "forespeak.types",
+    "forespeak.sampling",
     "forespeak.drafters.table",
     "forespeak.bench.compare",
     "forespeak.bench.prompts",

@@ -95,6 +95,8 @@ def test_settings_reach_the_engine(forespeak: Command, llm: Any, monkeypatch: py
         "tree_top_k": 4,
         "lookup_min": 5,
         "lookup_max": 6,
+        "draft_sampling": "greedy",
+        "rule": "typical",
     }
     assert set(flags) == set(inspect.signature(SpeculationConfig).parameters), "a flag is missing"
     line = [part for name, value in flags.items() for part in (flag(name), str(value))]
@@ -121,10 +123,18 @@ def flag(name: str) -> str:
         (["generate", "x", "--device", "gpu"], "'gpu' is not known; allowed: auto, cpu, cuda"),
         (["generate", "x", "--threads", "0"], "--threads"),
         (["generate", "x", "--node-budget", "-1"], "--node-budget"),
-        (["generate", "x", "--max-new-tokens", "-5"], "max_new_tokens is -5; allowed: 1 or more"),
+        (
+            ["generate", "x", "--max-new-tokens", "-5"],
+            "max_new_tokens is -5; allowed: whole",
+        ),
         (["generate", "x", "--max-new-tokens", "many"], "--max-new-tokens"),
-        (["generate", "x", "--temperature", "0.7"], "temperature is 0.7; allowed for now: 0"),
+        (["generate", "x", "--temperature", "-1"], "temperature is -1.0; allowed: numbers from 0"),
         (["generate", "x", "--temperature", "nan"], "temperature is nan"),
+        (["generate", "x", "--logit-bias", "5"], "--logit-bias '5' is not ID=V"),
+        (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "names token 5 twice"),
+        (["generate", "x", "--logprobs", "2"], "--logprobs shows in the JSON object only"),
+        (["generate", "x", "--json-schema", "no/such"], "no/such does not exist"),
+        (["generate", "x", "--stop", ""], "stop is ('',)"),
         (["generate", "x", "--methd", "ngram"], "No such option: --methd"),
         (["generate", "x", "--target", "missing"], "There is no model 'missing'"),
         (["generate", "this is too long"], "The prompt has 9999 tokens"),

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from forespeak.cli import consoles
 from forespeak.cli.choice import check_method
+from forespeak.cli.controls import ControlOptions, SamplingOptions, sampling_params
 from forespeak.cli.engine import open_llm, open_target
 from forespeak.cli.generate import record, summary
 from forespeak.cli.options import (
     MethodOptions,
     OutputOptions,
-    SamplingOptions,
     SettingOptions,
     TargetOptions,
 )
@@ -33,11 +33,12 @@ def chat(
     method: MethodOptions,
     settings: SettingOptions,
     sampling: SamplingOptions,
+    controls: ControlOptions,
     output: OutputOptions,
 ) -> None:
     """Talk with the model; every answer streams. /help says what else there is."""
     check_method(method.method)
-    params = sampling.params()
+    params = sampling_params(sampling, controls)
     model = open_target(target)
     talk = Talk(open_llm(model, settings.config(method.method)), params)
     consoles.say(f"{model.description}, {method.method}. {HELP}", style="dim")

@@ -99,6 +99,10 @@ def settings_of(method: str) -> set[str]:
     names = {name for entry in entries for name in entry.defaults}
     if any(entry.info.trained for entry in entries):
         names.add("drafter")
+    if any(entry.builders for entry in entries):
+        names.add("rule")
+    if any(entry.builders and not entry.info.point_mass for entry in entries):
+        names.add("draft_sampling")
     if any(len(entry.builders) > 1 for entry in entries):
         names.add("builder")
     return names

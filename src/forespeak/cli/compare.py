@@ -13,12 +13,12 @@ from forespeak.bench.compare import Case, Row, Runner, Watcher, decode_speed, nu
 from forespeak.bench.compare import compare as run_comparison
 from forespeak.bench.prompts import Prompt
 from forespeak.cli import choice, consoles
+from forespeak.cli.controls import ControlOptions, SamplingOptions, sampling_params
 from forespeak.cli.engine import EngineRunner, open_llm, open_target, peak_memory_meter
 from forespeak.cli.options import (
     OutputOptions,
     PromptOptions,
     RawOptions,
-    SamplingOptions,
     SettingOptions,
     TargetOptions,
 )
@@ -44,6 +44,7 @@ def compare(
     target: TargetOptions,
     settings: SettingOptions,
     sampling: SamplingOptions,
+    controls: ControlOptions,
     raw: RawOptions,
     output: OutputOptions,
 ) -> None:
@@ -53,7 +54,7 @@ def compare(
             "--raw and --all-turns exclude each other: a dialogue needs the chat template; "
             "leave one out."
         )
-    params = sampling.params()
+    params = sampling_params(sampling, controls)
     if methods == ALL:
         configs = choice.configure_all(settings)
     else:

@@ -47,6 +47,8 @@ def open_llm(target: Target, config: SpeculationConfig) -> LLM:
             tree_top_k=config.tree_top_k,
             lookup_min=config.lookup_min,
             lookup_max=config.lookup_max,
+            draft_sampling=config.draft_sampling,
+            rule=config.rule,
         )
 
 

@@ -13,16 +13,17 @@ from forespeak.bench.prompts import decode, read_text
 from forespeak.bench.report import number
 from forespeak.cli import consoles
 from forespeak.cli.choice import check_method
+from forespeak.cli.controls import ControlOptions, SamplingOptions, sampling_params
 from forespeak.cli.engine import open_llm, open_target
 from forespeak.cli.options import (
     MethodOptions,
     OutputOptions,
     RawOptions,
-    SamplingOptions,
     SettingOptions,
     TargetOptions,
 )
 from forespeak.errors import OptionError, PromptError
+from forespeak.sampling import SamplingParams
 from forespeak.types import Completion
 
 
@@ -34,16 +35,25 @@ def generate(
     file: Annotated[
         Path | None, Option("--file", help="Read the prompt from a UTF-8 text file.")
     ] = None,
+    logprobs: Annotated[
+        int | None,
+        Option(help="Give the log-probabilities of each token and of the N best; with --json."),
+    ] = SamplingParams.logprobs,
     target: TargetOptions,
     method: MethodOptions,
     settings: SettingOptions,
     sampling: SamplingOptions,
+    controls: ControlOptions,
     raw: RawOptions,
     output: OutputOptions,
 ) -> None:
     """Continue a prompt; the text streams to standard output."""
     check_method(method.method)
-    params = sampling.params()
+    if logprobs is not None and not output.json:
+        raise OptionError(
+            "--logprobs shows in the JSON object only; add --json or leave --logprobs out."
+        )
+    params = sampling_params(sampling, controls, logprobs=logprobs)
     text = prompt_text(prompt, file)
     llm = open_llm(open_target(target), settings.config(method.method))
     answer = llm.generate(
@@ -75,9 +85,9 @@ def prompt_text(prompt: str | None, file: Path | None) -> str:
 
 
 def record(answer: Completion) -> dict[str, Any]:
-    """The keys that other tools read."""
+    """The keys that other tools read; ``logprobs`` only where they were asked for."""
     stats = answer.stats
-    return {
+    keys: dict[str, Any] = {
         "text": answer.text,
         "token_ids": list(answer.token_ids),
         "finish_reason": answer.finish_reason,
@@ -90,6 +100,16 @@ def record(answer: Completion) -> dict[str, Any]:
         "verify_s": stats.verify_s,
         "other_s": stats.other_s,
     }
+    if answer.logprobs is not None:
+        keys["logprobs"] = [
+            {
+                "token": token.token,
+                "logprob": token.logprob,
+                "top": [{"token": best, "logprob": value} for best, value in token.top],
+            }
+            for token in answer.logprobs
+        ]
+    return keys
 
 
 def summary(answer: Completion) -> str:

@@ -13,7 +13,7 @@ from typer import Option
 
 from forespeak.bench.prompts import Prompt, read_prompts
 from forespeak.errors import OptionError, unknown_choice
-from forespeak.types import SamplingParams, SpeculationConfig
+from forespeak.types import SpeculationConfig
 
 DEFAULT_TARGET = "smollm2-135m"
 DTYPES = ("auto", "float32", "bfloat16", "int8")
@@ -143,6 +143,22 @@ class SettingOptions:
             rich_help_panel=_METHOD,
         ),
     ] = SpeculationConfig.lookup_max
+    draft_sampling: Annotated[
+        str | None,
+        Option(
+            help="greedy takes the drafter's best tokens, probabilistic draws them.",
+            show_default="greedy",
+            rich_help_panel=_METHOD,
+        ),
+    ] = SpeculationConfig.draft_sampling
+    rule: Annotated[
+        str | None,
+        Option(
+            help="Rule that verifies at temperatures above 0.",
+            show_default="the best lossless one",
+            rich_help_panel=_METHOD,
+        ),
+    ] = SpeculationConfig.rule
 
     def given(self) -> dict[str, str | int]:
         """The settings that were given, by name."""
@@ -164,27 +180,6 @@ class MethodOptions:
             rich_help_panel=_METHOD,
         ),
     ] = SpeculationConfig.method
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """How the text is continued."""
-
-    max_new_tokens: Annotated[
-        int,
-        Option(help="Tokens of an answer at most, 1 or more.", rich_help_panel=_TEXT),
-    ] = SamplingParams.max_new_tokens
-    temperature: Annotated[
-        float,
-        Option(help="0 is greedy; for now nothing else is allowed.", rich_help_panel=_TEXT),
-    ] = SamplingParams.temperature
-    seed: Annotated[int, Option(help="Seed of all draws.", rich_help_panel=_TEXT)] = (
-        SamplingParams.seed
-    )
-
-    def params(self) -> SamplingParams:
-        """These options as the engine takes them."""
-        return SamplingParams(**vars(self))
 
 
 @dataclass(frozen=True, kw_only=True)
