@@ -59,7 +59,8 @@ def greedy_answer(
 ) -> list[int]:
     """At most ``num_tokens`` tokens after the prompt, an ending one included."""
     cache = model.new_cache(1, len(prompt) + num_tokens)
-    new, answer, start = list(prompt), [], 0
+    new, start = list(prompt), 0
+    answer: list[int] = []
     while len(answer) < num_tokens and (not answer or answer[-1] not in stops):
         positions = torch.arange(start, start + len(new))
         last = torch.tensor([len(new) - 1])

@@ -14,6 +14,8 @@ from forespeak.models.decoder import Decoder
 from forespeak.models.loading import load_checkpoint
 from tests.tiny import ROPES, random_tokens, random_weights, run, tiny_config, tiny_decoder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 _TOLERANCE = 1e-4
 _SIZES: dict[str, Any] = {
     "vocab_size": 83,
