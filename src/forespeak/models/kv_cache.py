@@ -45,8 +45,9 @@ class KVCache(Cache):
         value_dim = -(-head_dim // 16) * 16 if tiled_keys else head_dim
         key_shape = (slots // _TILE, head_dim, _TILE) if tiled_keys else (slots, head_dim)
         self.tiled_keys = tiled_keys
-        self.keys = torch.zeros((*lead, *key_shape), dtype=dtype, device=device)
-        self.values = torch.zeros((*lead, slots, value_dim), dtype=dtype, device=device)
+        with torch.inference_mode(False):  # else nothing could write outside that mode
+            self.keys = torch.zeros((*lead, *key_shape), dtype=dtype, device=device)
+            self.values = torch.zeros((*lead, slots, value_dim), dtype=dtype, device=device)
         self.lengths = [0] * num_rows
         self.pending = [0] * num_rows
         self.pending_positions: list[list[int]] = [[] for _ in range(num_rows)]
@@ -74,8 +75,9 @@ class KVCache(Cache):
     def _grow(self, slots: int) -> None:
         extra = -(-slots // _TILE) * _TILE - self.capacity
         key_pad = (0, 0, 0, 0, 0, extra // _TILE) if self.tiled_keys else (0, 0, 0, extra)
-        self.keys = torch.nn.functional.pad(self.keys, key_pad)
-        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
+        with torch.inference_mode(False):
+            self.keys = torch.nn.functional.pad(self.keys, key_pad)
+            self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
 
     def commit(self, row: int, kept: Sequence[int]) -> None:
         kept = list(kept)
