@@ -46,10 +46,8 @@ def _rank_path(nodes: Nodes, parent: Any, depth: Any, rank: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def _before(nodes: Nodes, entries: Entries, one: Any, two: Any) -> Any:
-    """Order of the heap: larger weight, then smaller rank path as Python compares tuples."""
-    if entries.weights[one] != entries.weights[two]:
-        return entries.weights[one] > entries.weights[two]
+def _ranks_before(nodes: Nodes, entries: Entries, one: Any, two: Any) -> Any:
+    """Order of the heap among equal weights: the smaller rank path, as Python compares tuples."""
     ranks = _rank_path(nodes, entries.parents[one], entries.depths[one], entries.ranks[one])
     others = _rank_path(nodes, entries.parents[two], entries.depths[two], entries.ranks[two])
     for place in range(min(len(ranks), len(others))):
@@ -72,31 +70,39 @@ def _push(
     """Adds entry ``new`` to a heap of ``size`` entries."""
     entries.weights[new], entries.parents[new] = weight, parent
     entries.depths[new], entries.ranks[new] = depth, rank
-    heap, at = entries.heap, size
+    heap, weights, at = entries.heap, entries.weights, size
     while at > 0:
-        above = (at - 1) // 2
-        if not _before(nodes, entries, new, heap[above]):
+        above = heap[(at - 1) // 2]
+        if weights[above] > weight or (
+            weights[above] == weight and not _ranks_before(nodes, entries, new, above)
+        ):
             break
-        heap[at] = heap[above]
-        at = above
+        heap[at] = above
+        at = (at - 1) // 2
     heap[at] = new
 
 
 @njit(cache=True, nogil=True)
 def _pop(nodes: Nodes, entries: Entries, size: Any) -> Any:
     """Takes the first entry out of a heap of ``size`` entries."""
-    heap = entries.heap
+    heap, weights = entries.heap, entries.weights
     first, last, at = heap[0], heap[size - 1], 0
-    while True:
-        child = 2 * at + 1
-        if child >= size - 1:
+    size -= 1
+    while 2 * at + 1 < size:
+        place = 2 * at + 1
+        child = heap[place]
+        if place + 1 < size:
+            other = heap[place + 1]
+            if weights[other] > weights[child] or (
+                weights[other] == weights[child] and _ranks_before(nodes, entries, other, child)
+            ):
+                place, child = place + 1, other
+        if weights[last] > weights[child] or (
+            weights[last] == weights[child] and _ranks_before(nodes, entries, last, child)
+        ):
             break
-        if child + 1 < size - 1 and _before(nodes, entries, heap[child + 1], heap[child]):
-            child += 1
-        if not _before(nodes, entries, heap[child], last):
-            break
-        heap[at] = heap[child]
-        at = child
+        heap[at] = child
+        at = place
     heap[at] = last
     return first
 
