@@ -22,13 +22,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from forespeak.errors import CheckpointError, ModelError, OptionError, unknown_choice
 from forespeak.formats.weights import read_json_object, weight_files
 from forespeak.models.adapter_check import check_tree_forward
-from forespeak.models.adapter_config import context_limit, model_config, pin_rope
-from forespeak.models.adapter_masks import KINDS, MaskRules
+from forespeak.models.adapter_config import context_limit, model_config, pin_rope, stated
+from forespeak.models.adapter_masks import CHUNKED, KINDS, SLIDING, MaskRules
 from forespeak.models.adapter_model import TransformersModel
 
 __all__ = ["TransformersModel", "load_adapter"]
 
 DTYPES = ("float32", "bfloat16")
+
+_NO_CACHE = ("mlp", "moe")  # layers of hybrid models that keep nothing and are not the reason
 
 _OTHER_MODEL = (
     "Choose another model, such as one of the Llama, Qwen2, Qwen3, Mistral, Gemma or Phi families."
@@ -160,10 +162,10 @@ def _config(path: Path) -> Any:
 def _cuttable_rules(path: Path, model_class: Any, text: Any) -> MaskRules:
     """How the layers see; refuses caches that cannot drop a rejected path."""
     rules = MaskRules.from_text_config(text)
-    other = [kind for kind in rules.kinds if kind not in KINDS]
+    other = [kind for kind in rules.kinds if kind not in (*KINDS, *_NO_CACHE)]
     # GPT-Neo cuts its window by slot inside the attention, where a tree's tokens do not stand at
     # their positions.
-    if "local" in (getattr(text, "attention_layers", None) or ()):
+    if "local" in (stated(text, "attention_layers") or ()):
         other.append("local attention")
     if getattr(model_class, "_is_stateful", False) and not other:
         other.append("a recurrent state")
@@ -173,6 +175,12 @@ def _cuttable_rules(path: Path, model_class: Any, text: Any) -> MaskRules:
             "cut back to an earlier token when a draft is rejected; allowed layers: "
             f"{', '.join(KINDS)}. {_OTHER_MODEL}"
         )
+    for kind, size in ((SLIDING, rules.window), (CHUNKED, rules.chunk)):
+        if kind in rules.kinds and not isinstance(size, int):
+            raise ModelError(
+                f"{path}: {text.model_type} has {kind} of {size} tokens; one number for all such "
+                f"layers is expected. {_OTHER_MODEL}"
+            )
     return rules
 
 
@@ -226,7 +234,7 @@ def _attention(model_class: Any, text: Any) -> str:
     The library kernel leaves out soft caps on scores and attention sinks; models with sinks say of
     themselves that they do not support it.
     """
-    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    capped = stated(text, "attn_logit_softcapping") is not None
     return "sdpa" if model_class._supports_sdpa and not capped else "eager"
 
 

@@ -127,6 +127,10 @@ class TransformersCache(Cache):
                 layer.move(source, slice(base + still, base + len(kept)))
         self._cut(row, base + len(kept))
 
+    def settle(self, row: int, count: int) -> None:
+        super().settle(row, count)
+        del self.pending_positions[row][:count]
+
     def truncate(self, row: int, length: int) -> None:
         assert 0 <= length <= self.lengths[row], (length, self.lengths[row])
         self._cut(row, length)

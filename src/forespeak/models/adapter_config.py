@@ -15,6 +15,14 @@ _NO_LIMIT = 1 << 20  # for the few architectures that name none
 _BY_LENGTH = ("dynamic", "longrope")  # rotary kinds whose frequencies follow the text's length
 
 
+def stated(config: Any, name: str) -> Any:
+    """A field of a transformers config, None when it has none or another one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # how transformers answers for a field that differs between layers
+        return None
+
+
 def model_config(text: Any, generation: Any, limit: int) -> ModelConfig:
     """Sizes and identity of an adapted model.
 
@@ -28,9 +36,9 @@ def model_config(text: Any, generation: Any, limit: int) -> ModelConfig:
         generation: transformers' generation config, whose stop tokens count first.
         limit: tokens a row may hold.
     """
-    stops = getattr(generation, "eos_token_id", None)
+    stops = stated(generation, "eos_token_id")
     if stops is None:
-        stops = getattr(text, "eos_token_id", None)
+        stops = stated(text, "eos_token_id")
     num_heads = _size(text, "num_attention_heads")
     head_dim = _size(text, "head_dim") or text.hidden_size // max(1, num_heads)
     return ModelConfig(
@@ -45,15 +53,15 @@ def model_config(text: Any, generation: Any, limit: int) -> ModelConfig:
         rms_norm_eps=0.0,
         max_position_embeddings=limit,
         rope_parameters={},
-        tie_word_embeddings=bool(getattr(text, "tie_word_embeddings", False)),
-        bos_token_id=getattr(text, "bos_token_id", None),
+        tie_word_embeddings=bool(stated(text, "tie_word_embeddings")),
+        bos_token_id=stated(text, "bos_token_id"),
         eos_token_ids=_ids(stops),
     )
 
 
 def _size(text: Any, name: str) -> int:
     """A size, 0 when the config has none or one for each layer."""
-    value = getattr(text, name, None)
+    value = stated(text, name)
     return value if isinstance(value, int) else 0
 
 
@@ -74,7 +82,7 @@ def context_limit(text: Any, asked: int | None) -> int:
     """
     longest = _size(text, "max_position_embeddings") or _NO_LIMIT
     if asked is None:
-        rope = getattr(text, "rope_parameters", None) or {}
+        rope = stated(text, "rope_parameters") or {}
         original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type") == "longrope" and isinstance(original, int):
             return min(longest, original)

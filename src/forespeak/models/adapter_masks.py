@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from forespeak.models.adapter_cache import TransformersCache
+from forespeak.models.adapter_config import stated
 from forespeak.types import Segment
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -47,9 +48,9 @@ class MaskRules:
     @classmethod
     def from_text_config(cls, config: Any) -> MaskRules:
         """The rule by which transformers' own ``generate`` prepares masks."""
-        window = getattr(config, "sliding_window", None)
-        chunk = getattr(config, "attention_chunk_size", None)
-        types = getattr(config, "layer_types", None)
+        window = stated(config, "sliding_window")
+        chunk = stated(config, "attention_chunk_size")
+        types = stated(config, "layer_types")
         if types is not None:
             return cls(tuple(sorted(set(types))), True, window, chunk)
         kind = SLIDING if window is not None else CHUNKED if chunk is not None else FULL

@@ -49,7 +49,7 @@ class TransformersModel(TargetModel):
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        self._decoder: nn.Module = language_model.get_decoder()
+        self._decoder = _decoder_of(language_model)
         # Named past_key_values in earlier releases of transformers 5.
         takes = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in takes else "past_key_values"
@@ -162,6 +162,19 @@ def _flat(output: Tensor) -> Tensor:
     return output[0]
 
 
+def _decoder_of(language_model: Any) -> nn.Module:
+    """The part of the model between input tokens and head."""
+    decoder: Any = language_model.get_decoder()
+    if decoder is language_model:  # transformers does not find it in models with a prefix of theirs
+        decoder = getattr(language_model, "model", None)
+    if not isinstance(decoder, nn.Module):
+        raise ModelError(
+            f"{type(language_model).__name__} has no decoder apart from its head; allowed are "
+            "causal language models of transformers that have one. Choose another model."
+        )
+    return decoder
+
+
 def _decoder_layers(decoder: nn.Module, num_layers: int) -> list[nn.Module]:
     """The decoder's layers in order; empty when no list of that length is found."""
     for child in decoder.children():
@@ -199,11 +212,6 @@ def _head_only(language_model: Any, decoder: nn.Module) -> Any:
     replaced, with stand-ins below it for models that call the inner one directly.
     """
     path = next(name for name, module in language_model.named_modules() if module is decoder)
-    if not path:
-        raise ModelError(
-            f"{type(language_model).__name__} has no decoder apart from its head; allowed are "
-            "causal language models of transformers that have one. Choose another model."
-        )
     outer, *inner = path.split(".")
     stand_in = top = _GivesInput()
     for name in inner:
