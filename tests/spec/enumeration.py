@@ -108,13 +108,16 @@ class RandomTables:
     seed: int
     scale: float = 2.0
     process: Process | None = None
+    _logits: dict[Path, Tensor] = field(default_factory=dict)
     _laws: dict[Path, Tensor] = field(default_factory=dict)
 
     def logits(self, path: Path) -> Tensor:
         """Before the processor. [V] float64"""
-        entropy = np.random.SeedSequence([self.seed, *(token + 1 for token in path)])
-        draws = np.random.default_rng(entropy).normal(size=self.vocab_size)
-        return torch.from_numpy(draws * self.scale)
+        if path not in self._logits:
+            entropy = np.random.SeedSequence([self.seed, *(token + 1 for token in path)])
+            draws = np.random.default_rng(entropy).normal(size=self.vocab_size)
+            self._logits[path] = torch.from_numpy(draws * self.scale)
+        return self._logits[path]
 
     def law(self, path: Path) -> Tensor:
         """After the processor. [V] float64"""
@@ -203,25 +206,35 @@ def target_laws(target: RandomTables, tree: CandidateTree) -> Tensor:
     return torch.stack([target.law(node_path(tree, node)) for node in range(len(tree))])
 
 
-def output_law(target: RandomTarget, build: Build, rule: Rule, length: int) -> Law:
+def output_laws(
+    target: RandomTarget, build: Build, rules: Sequence[Rule], length: int
+) -> dict[str, Law]:
     """Law of the first ``length`` tokens when one round is verified and plain decoding follows.
 
     Args:
-        build: makes (and cuts) one tree; every draw it asks for is enumerated.
-        rule: every decision of it is enumerated.
+        build: makes (and cuts) one tree; every draw it asks for is enumerated, once for all rules.
+        rules: every decision of each is enumerated.
 
     Returns:
-        [V] * length float64. The rule is exact where this is ``target.joint(length)``.
+        by the rules' names, [V] * length float64. A rule is exact where its law is
+        ``target.joint(length)``.
     """
-    law = np.zeros((target.vocab_size,) * length)
+    laws = {rule.name: np.zeros((target.vocab_size,) * length) for rule in rules}
     for drawn, tree, _ in explore(build):
         p = target_laws(target, tree)
-        verify = partial(rule.verify, tree, p)
-        for decided, verdict, final in explore(verify, defer=rule.chooses_last):
-            weight = drawn * decided
-            path = tuple(tree.tokens[node] for node in verdict.path[1:])
-            _add(law, target, weight, path, _bonus_law(verdict, final, target.vocab_size))
-    return law
+        for rule in rules:
+            verify = partial(rule.verify, tree, p)
+            for decided, verdict, final in explore(verify, defer=rule.chooses_last):
+                weight = drawn * decided
+                path = tuple(tree.tokens[node] for node in verdict.path[1:])
+                bonus = _bonus_law(verdict, final, target.vocab_size)
+                _add(laws[rule.name], target, weight, path, bonus)
+    return laws
+
+
+def output_law(target: RandomTarget, build: Build, rule: Rule, length: int) -> Law:
+    """:func:`output_laws` of one rule."""
+    return output_laws(target, build, [rule], length)[rule.name]
 
 
 def emissions(target: RandomTables, build: Build, rule: Rule) -> dict[Path, float]:
