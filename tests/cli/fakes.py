@@ -14,6 +14,9 @@ TOKENS_A_ROUND = {"autoregressive": 1, "ngram": 2, "draft_model": 3}
 ANSWER = "[bold]Straße[/bold] ✓ "  # what rich would take for markup, and bytes beyond ASCII
 
 
+NUM_LAYERS = 10
+
+
 @dataclass
 class FakeTarget:
     name: str
@@ -22,6 +25,11 @@ class FakeTarget:
     threads: int = 2
     tokenizer: object = None
     description: str = "Fake 1B, int8 on cpu"
+    model: Any = field(
+        default_factory=lambda: types.SimpleNamespace(
+            config=types.SimpleNamespace(num_layers=NUM_LAYERS)
+        )
+    )
     notices: list[str] = field(default_factory=lambda: ["A notice about the machine."])
 
 
@@ -42,19 +50,19 @@ class FakeLLM:
     """Answers with ``ANSWER`` over and over, as many words as tokens are asked for.
 
     ``differs`` makes ``draft_model`` give another token at that position. ``interrupt_after``
-    raises KeyboardInterrupt after so many pieces, once. ``num_layers`` limits ``truncate:N``.
+    raises KeyboardInterrupt after so many pieces, once. ``most_layers`` limits ``truncate:N``.
     """
 
     differs: int | None = None
     interrupt_after: int | None = None
-    num_layers = 30
+    most_layers = NUM_LAYERS - 1
 
     def __init__(
         self, target: Any = "smollm2-135m", *, method: str = "autoregressive", **given: Any
     ):
         cut = (given.get("drafter") or "").partition("truncate:")[2]
-        if cut and int(cut) >= self.num_layers:
-            raise ModelError(f"truncate:{cut} is too many; allowed: 1 to {self.num_layers - 1}.")
+        if cut and int(cut) > self.most_layers:
+            raise ModelError(f"truncate:{cut} is too many; allowed: 1 to {self.most_layers}.")
         self.target = target
         self.speculation = SpeculationConfig(method=method, **given)
         self.builder = "none" if method == "autoregressive" else "chain"

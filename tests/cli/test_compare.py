@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from forespeak.cli import choice
 from forespeak.cli.demo import prompts as demo_prompts
 from tests.cli.conftest import Command
 from tests.cli.fakes import ANSWER
@@ -72,13 +71,13 @@ def test_all_drafts_with_a_cut_of_the_target_where_no_drafter_was_named(
     done = forespeak("compare", "--prompts", file, "--limit", "1", "--json")
     drafters = {row["method"]: row["drafter"] for row in done.record["rows"]}
     assert drafters["ngram"] is None
-    assert drafters["draft_model"] == drafters["ngram+draft_model"] == choice.STAND_IN
+    assert drafters["draft_model"] == drafters["ngram+draft_model"] == "truncate:8"
 
 
 def test_all_leaves_out_a_drafter_that_nobody_named_and_that_does_not_fit(
     forespeak: Command, llm: Any, file: str
 ):
-    llm.num_layers = 2
+    llm.most_layers = 1
     done = forespeak("compare", "--prompts", file, "--limit", "1", "--json")
     assert [row["method"] for row in done.record["rows"]] == ["autoregressive", "ngram"]
     assert "draft_model is left out: truncate:" in done.err

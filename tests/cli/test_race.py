@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -18,7 +19,8 @@ PARAMS = SamplingParams(max_new_tokens=6)
 
 def runners() -> list[Runner]:
     methods = ("autoregressive", "ngram", "draft_model")
-    return [EngineRunner(FakeLLM(method=method), raw=False) for method in methods]
+    fakes: list[Any] = [FakeLLM(method=method) for method in methods]
+    return [EngineRunner(fake, raw=False) for fake in fakes]
 
 
 def play(shown: race.Race, cast: list[Runner]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from forespeak.cli.options import SettingOptions
 from forespeak.drafters.table import METHODS, MethodEntry
@@ -13,10 +12,6 @@ from forespeak.types import SpeculationConfig
 PLAIN = "autoregressive"
 LOOKUP = "ngram"
 DRAFT_MODEL = "draft_model"
-
-# The drafter of `draft_model` in `all` and in the demo when none was named: an untrained cut of the
-# target, which shows that the method works and not how fast it can be.
-STAND_IN = "truncate:12"
 
 
 def check_method(method: str) -> tuple[MethodEntry, ...]:
@@ -53,18 +48,6 @@ def split_list(text: str) -> list[str]:
     return [PLAIN, *(name for name in dict.fromkeys(names) if name != PLAIN)]
 
 
-def configure_all(settings: SettingOptions) -> list[SpeculationConfig]:
-    """Every method that can run with what is at hand, plain decoding first.
-
-    A method that takes any smaller model, when none was given, takes the target's first layers.
-    """
-    configs = configure(available(), settings)
-    return [
-        replace(config, drafter=STAND_IN) if _lacks_drafter(config) else config
-        for config in configs
-    ]
-
-
 def configure(methods: Sequence[str], settings: SettingOptions) -> list[SpeculationConfig]:
     """One configuration a method; a setting goes to the methods that take it.
 
@@ -89,8 +72,9 @@ def fitting_config(method: str, settings: SettingOptions) -> SpeculationConfig:
     return SettingOptions(**given).config(method)
 
 
-def _lacks_drafter(config: SpeculationConfig) -> bool:
-    return config.method == DRAFT_MODEL and config.drafter is None
+def lacks_drafter(config: SpeculationConfig) -> bool:
+    """Whether a method that takes any smaller model was given none."""
+    return DRAFT_MODEL in config.method.split("+") and config.drafter is None
 
 
 def settings_of(method: str) -> set[str]:

@@ -55,15 +55,15 @@ def compare(
             "leave one out."
         )
     params = sampling_params(sampling, controls)
-    if methods == ALL:
-        configs = choice.configure_all(settings)
-    else:
-        configs = choice.configure(choice.split_list(methods), settings)
+    names = choice.available() if methods == ALL else choice.split_list(methods)
+    configs = choice.configure(names, settings)
     chosen = prompts.read()
     model = open_target(target)
-    runners = open_runners(model, configs, settings, raw=raw.raw)
     if methods == ALL:
+        runners = open_all(model, configs, raw=raw.raw)
         runners += cascade(model, runners, settings, chosen[0], params, raw=raw.raw)
+    else:
+        runners = [EngineRunner(open_llm(model, config), raw=raw.raw) for config in configs]
     total = num_cases(chosen, prompts.all_turns) * len(runners)
     with consoles.progress("Comparing", total) as bar:
         rows = run_comparison(
@@ -77,22 +77,30 @@ def compare(
     show(rows, model, output)
 
 
-def open_runners(
-    model: Target, configs: Sequence[SpeculationConfig], settings: SettingOptions, *, raw: bool
+def open_all(
+    model: Target, configs: Sequence[SpeculationConfig], *, raw: bool
 ) -> list[EngineRunner]:
-    """The target under each configuration.
+    """The target under every method that can run with what is at hand.
 
-    Where the drafter that nobody named does not fit the target, its method is left out aloud.
+    A method that takes any smaller model and was given none takes the target's first layers; where
+    the target cannot be cut, it is left out aloud.
     """
     runners = []
     for config in configs:
+        if not choice.lacks_drafter(config):
+            runners.append(EngineRunner(open_llm(model, config), raw=raw))
+            continue
         try:
+            config = replace(config, drafter=stand_in(model))
             runners.append(EngineRunner(open_llm(model, config), raw=raw))
         except ForespeakError as error:
-            if config.drafter == settings.drafter:
-                raise
             consoles.say(f"{config.method} is left out: {error}")
     return runners
+
+
+def stand_in(model: Target) -> str:
+    """An untrained cut of the target: shows that a draft model works, not how fast it can be."""
+    return f"truncate:{max(1, model.model.config.num_layers * 4 // 5)}"
 
 
 def cascade(

@@ -11,7 +11,7 @@ from typer import Option
 from forespeak.bench.compare import Row, compare
 from forespeak.bench.prompts import Prompt, read_prompts
 from forespeak.cli import choice, consoles
-from forespeak.cli.compare import open_runners, show
+from forespeak.cli.compare import open_all, show
 from forespeak.cli.engine import open_target, peak_memory_meter
 from forespeak.cli.options import OutputOptions, SettingOptions, TargetOptions
 from forespeak.cli.race import Race, open_race
@@ -26,11 +26,10 @@ def demo(
 ) -> None:
     """Race plain decoding against every method on four prompts; the texts are the same."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    settings = SettingOptions()
-    configs = choice.configure_all(settings)
+    configs = choice.configure(choice.available(), SettingOptions())
     chosen = prompts()
     model = open_target(target)
-    runners = open_runners(model, configs, settings, raw=False)
+    runners = open_all(model, configs, raw=False)
     consoles.say(
         f"{model.description}. Each of {len(chosen)} prompts goes through {len(runners)} methods, "
         "one after the other."
