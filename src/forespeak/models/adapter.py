@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -247,12 +248,13 @@ _UNREADABLE = (
     OSError,
     RuntimeError,
     SafetensorError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )
 
 
 def _short(error: BaseException) -> str:
-    """First line of a library's message, without its own advice."""
-    text = str(error).strip().splitlines()
-    return (text[0] if text else type(error).__name__)[:160].rstrip(" .")
+    """A library's message on one line, its end left out when it is long."""
+    text = " ".join(str(error).split())
+    return (text or type(error).__name__)[:160].rstrip(" .")

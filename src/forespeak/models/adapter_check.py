@@ -56,7 +56,7 @@ def check_tree_forward(model: TransformersModel, name: str) -> None:
     except ModelError:
         raise
     except _MISUSE as error:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:160]
         raise _refusal(
             model, name, f"does not take a tree of tokens through transformers ({reason})"
         ) from error

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from forespeak.errors import OptionError
+from forespeak.errors import ModelError, OptionError
 from forespeak.models.config import ModelConfig
 
 _NO_LIMIT = 1 << 20  # for the few architectures that name none
@@ -94,37 +94,54 @@ def context_limit(text: Any, asked: int | None) -> int:
     return asked
 
 
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # buffers made in that mode could not be changed outside it
 def pin_rope(model: nn.Module, limit: int) -> None:
     """Fix rotary frequencies that would change with the text's length.
 
     transformers picks them anew in each forward by the largest position in it, so that a token's
     logits would depend on what else is verified beside it. They are set as for the last position
     that a row may reach and marked as constant.
+
+    Raises:
+        ModelError: they go on changing, because the architecture picks them in a way of its own.
     """
     for module in model.modules():
         rope: Any = module
         kind = getattr(rope, "rope_type", None)
-        if isinstance(kind, str):
-            if _follows_length(kind):
-                _pick(module, limit, None)
-                rope.rope_type = "default"
+        if isinstance(kind, str) and _follows_length(kind):
+            _rotary(rope, [limit - 1], None)
+            rope.rope_type = "default"
+            _check_constant(rope, limit, None)
         elif isinstance(kind, dict):
-            for layer_type in [name for name, one in kind.items() if _follows_length(one)]:
-                _pick(module, limit, layer_type)
-            rope.rope_type = {
-                name: "default" if _follows_length(one) else one for name, one in kind.items()
-            }
+            following = [name for name, one in kind.items() if _follows_length(one)]
+            for layer_type in following:
+                _rotary(rope, [limit - 1], layer_type)
+            rope.rope_type = kind | dict.fromkeys(following, "default")
+            for layer_type in following:
+                _check_constant(rope, limit, layer_type)
 
 
 def _follows_length(kind: object) -> bool:
     return isinstance(kind, str) and any(name in kind for name in _BY_LENGTH)
 
 
-def _pick(module: nn.Module, limit: int, layer_type: str | None) -> None:
-    """Let the module choose its frequencies for a text of ``limit`` tokens."""
+def _rotary(module: nn.Module, positions: list[int], layer_type: str | None) -> tuple[Tensor, ...]:
+    """What the module gives for some positions, [1, n, ...] each; dynamic kinds adapt to them."""
     device = next(module.buffers()).device
-    call: dict[str, Any] = {"position_ids": torch.tensor([[limit - 1]], device=device)}
+    call: dict[str, Any] = {"position_ids": torch.tensor([positions], device=device)}
     if layer_type is not None:
         call["layer_type"] = layer_type
-    module(torch.zeros((1, 1, 1), device=device), **call)
+    given: Tensor | tuple[Tensor, ...] = module(torch.zeros((1, 1, 1), device=device), **call)
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _check_constant(module: nn.Module, limit: int, layer_type: str | None) -> None:
+    """The first position must look the same beside the next one and beside the last one."""
+    near = _rotary(module, [0, min(1, limit - 1)], layer_type)
+    far = _rotary(module, [0, limit - 1], layer_type)
+    if not all(torch.equal(a[:, 0], b[:, 0]) for a, b in zip(near, far, strict=True)):
+        raise ModelError(
+            f"The rotary embedding of this model ({type(module).__name__}) changes with the text's "
+            f"length up to {limit} tokens, so that a token's logits would depend on what is "
+            "verified beside it. Leave context_length out, or give the length before the change."
+        )
