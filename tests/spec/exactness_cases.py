@@ -184,6 +184,16 @@ def cut_by_ancestors(tree: CandidateTree, seed: int) -> CandidateTree:
     return cut(tree, keep)
 
 
+def cut_by_earlier_siblings(tree: CandidateTree, seed: int) -> CandidateTree:
+    """A node's answer also knows the siblings that were drawn before it."""
+    keep = [True]
+    for node in range(1, len(tree)):
+        parent = tree.parents[node]
+        before = [tree.tokens[at] for at in range(1, node) if tree.parents[at] == parent]
+        keep.append(coin(seed, [node, *node_path(tree, parent), -1, *before]) > 0.35)
+    return cut(tree, keep)
+
+
 def cut_by_survival(tree: CandidateTree, seed: int) -> CandidateTree:
     """DSpark's scheduler with early stop: nodes are admitted in order while throughput grows.
 
@@ -207,5 +217,6 @@ def cut_by_survival(tree: CandidateTree, seed: int) -> CandidateTree:
 CUTS: dict[str, Callable[[CandidateTree, int], CandidateTree]] = {
     "whole": lambda tree, seed: tree,
     "cut by ancestors": cut_by_ancestors,
+    "cut by earlier siblings": cut_by_earlier_siblings,
     "cut by survival": cut_by_survival,
 }
