@@ -149,6 +149,68 @@ def test_dynamic_tree_layout(folder: Path | None) -> None:
         assert all(scores[node] <= scores[tree.parents[node]] for node in range(1, len(tree)))
 
 
+class _LawsOfATree:
+    """Draft laws that would give a stored tree its scores.
+
+    What is left of each law is spread over so many words beside the real ones that none of them can
+    be among the best.
+    """
+
+    beside = 500_000
+
+    def __init__(self, tree: CandidateTree, vocab_size: int) -> None:
+        assert tree.scores is not None
+        self._tree, self._scores, self._vocab_size = tree, tree.scores, vocab_size
+        self._nodes: dict[int, int | None] = {0: 0}  # the builder's number -> node of the tree
+
+    def propose(self) -> DenseLaws:
+        return DenseLaws(self._law(0)[None, None])
+
+    def expand(self, frontiers: Sequence[Frontier]) -> DenseLaws:
+        laws = []
+        for frontier in frontiers:
+            for number, token, parent in zip(
+                frontier.nodes, frontier.tokens, frontier.parents, strict=True
+            ):
+                above = self._nodes[parent]
+                children = [] if above is None else self._tree.children()[above]
+                same = [child for child in children if self._tree.tokens[child] == token]
+                self._nodes[number] = same[0] if same else None
+                laws.append(self._law(self._nodes[number]))
+        return DenseLaws(torch.stack(laws)[:, None])
+
+    def _law(self, node: int | None) -> Tensor:
+        children = [] if node is None else self._tree.children()[node]
+        masses = torch.tensor(
+            [self._scores[child] - self._scores[node or 0] for child in children]
+        ).exp()
+        left = (1 - masses.sum()).clamp_min(1e-12)
+        logits = torch.full((self._vocab_size + self.beside,), float("-inf"))
+        logits[self._vocab_size :] = (left / self.beside).log()
+        logits[[self._tree.tokens[child] for child in children]] = masses.log()
+        return logits
+
+
+@pytest.mark.parametrize("folder", cases("eagle2", "eagle3"))
+def test_dynamic_tree_from_its_scores(folder: Path | None) -> None:
+    """The builder finds the stored tree again, node for node, from laws with the stored scores."""
+    case = load(folder)
+    settings = {f"tree{entry['tree']}": entry for entry in case.facts["trees"]}
+    for key in case.keys("tree", "parents"):
+        tokens, parents, scores = (
+            case.tensors[f"{key}.{part}"].tolist() for part in ("tokens", "parents", "scores")
+        )
+        stored = CandidateTree(tuple(tokens), tuple(parents), scores=tuple(scores))
+        laws, sizes = _LawsOfATree(stored, 512), settings[key]
+        (tree,) = build_dynamic_tree(
+            [tokens[0]], laws.propose(), laws.expand, [0],
+            budgets=[sizes["total_token"] - 1], max_depth=sizes["depth"] + 1, top_k=sizes["top_k"],
+        )  # fmt: skip
+        assert (tree.tokens, tree.parents) == (stored.tokens, stored.parents)
+        assert tree.scores is not None
+        assert list(tree.scores) == pytest.approx(scores, abs=1e-4)
+
+
 @pytest.mark.parametrize("folder", cases("eagle2", "eagle3"))
 def test_dynamic_tree_of_width_one(folder: Path | None) -> None:
     """With top_k 1 the tree is the argmax chain, whose logits are stored step by step."""
