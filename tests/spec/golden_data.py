@@ -12,6 +12,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
+from forespeak.spec.builders import TreeShape
+
 GOLDEN = Path(
     os.environ.get("FORESPEAK_GOLDEN")
     or Path(__file__).parents[2].parent / "shared" / "golden" / "open"
@@ -68,3 +70,16 @@ def load(folder: Path | None) -> Case:
 def rows(tensor: Tensor) -> list[list[int]]:
     """Rows of ids without their padding of -1. [n, m] -> n lists"""
     return [[value for value in row if value >= 0] for row in tensor.tolist()]
+
+
+def static_shape(case: Case) -> TreeShape:
+    """The static shape, whose own order must be the stored one."""
+    paths = rows(case.tensors["tree.sorted_choices"])
+    shape = TreeShape(tuple(tuple(path) for path in reversed(paths)))
+    assert [list(path) for path in shape.paths] == paths
+    return shape
+
+
+def shape_parents(shape: TreeShape) -> tuple[int, ...]:
+    index = {(): 0} | {path: at for at, path in enumerate(shape.paths, start=1)}
+    return (-1, *(index[path[:-1]] for path in shape.paths))
