@@ -62,7 +62,8 @@ class Branch:
         return self._answer({1: probability, 0: 1.0 - probability}) == 1
 
     def choose(self, law: Tensor) -> int:
-        weights = law.numpy() / float(law.sum())
+        weights = law.numpy()
+        weights = weights / weights.sum()
         if self._defer:
             assert self.final_law is None, "a rule that chooses last has chosen twice"
             self.final_law = weights
