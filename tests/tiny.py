@@ -42,7 +42,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
         "factor": 4.0,
-        "original_max_position_embeddings": 32,
+        "original_max_position_embeddings": 128,
     },
 }
 
@@ -98,8 +98,9 @@ def tiny_decoder(config: ModelConfig | None = None, *, seed: int = 0, **options:
 
 
 def tiny_int8(config: ModelConfig | None = None, *, seed: int = 0, **options: Any) -> Int8Decoder:
-    """``options``: context_length, threads, portable."""
+    """``options``: context_length, threads (one, as so small a model wants), portable."""
     config = config or tiny_config()
+    options.setdefault("threads", 1)
     return Int8Decoder(config, random_weights(config, seed).items(), **options)
 
 

@@ -10,41 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from forespeak.errors import OptionError
+from forespeak.sampling import SamplingParams as SamplingParams
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Expansion = Literal["none", "forward"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How one text is to be continued.
-
-    ``max_new_tokens`` counts every token the user gets, the end-of-sequence token included.
-    """
-
-    max_new_tokens: int = 256
-    temperature: float = 0.0
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise OptionError(
-                f"max_new_tokens is {self.max_new_tokens}; allowed: 1 or more. "
-                "Ask for at least one token."
-            )
-        if self.temperature != 0:
-            raise OptionError(
-                f"temperature is {self.temperature}; allowed for now: 0 (greedy). "
-                "Sampling arrives with exact verification; leave the temperature at 0."
-            )
-        if any(not s for s in self.stop):
-            raise OptionError("A stop string is empty; give at least one character or none at all.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +100,14 @@ class RoundStats:
     """Sums over the rounds of one text. Times in seconds.
 
     ``num_tokens`` counts what the user got from decode rounds: accepted tokens plus bonus, cut at
-    the end of the text; the token that prefill yields belongs to no round.
+    the end of the text; the token that prefill yields belongs to no round. ``num_drafted`` are the
+    draft tokens that were verified; ``num_forbidden`` those that a grammar ruled out before.
     """
 
     num_rounds: int = 0
     num_tokens: int = 0
     num_drafted: int = 0
+    num_forbidden: int = 0
     num_accepted: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
@@ -148,7 +122,7 @@ class RoundStats:
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Accepted over proposed draft tokens, bonus never included; None if nothing was drafted."""
+        """Accepted over proposed draft tokens, bonus not included; None if nothing was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     @property
@@ -158,14 +132,41 @@ class RoundStats:
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """One written token.
+
+    Attributes:
+        token: its id.
+        logprob: natural logarithm of its probability.
+        top: ids and log-probabilities of the best tokens, best first, of equals the lower id
+            first; impossible tokens are left out.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Completion:
-    """One finished text."""
+    """One finished text.
+
+    Attributes:
+        text: cut before a stop string, special tokens left out.
+        token_ids: every token the user gets, end-of-sequence included.
+        finish_reason: ``stop`` or ``length``.
+        stop_reason: the stop string or stop token id that ended it; None for end-of-sequence and
+            the length limit.
+        logprobs: one for each token, when asked for.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
     stats: RoundStats
     time_to_first_token_s: float
+    stop_reason: str | int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +243,8 @@ class SpeculationConfig:
         tree_depth: longest path of a tree, root not counted.
         tree_top_k: children considered below a node.
         lookup_min, lookup_max: shortest and longest n-gram that prompt lookup matches.
+        draft_sampling: ``greedy`` (the best draft tokens) or ``probabilistic`` (drawn from q).
+        rule: which rule verifies at temperatures above 0; None takes the best lossless one.
     """
 
     method: str = "autoregressive"
@@ -253,3 +256,5 @@ class SpeculationConfig:
     tree_top_k: int | None = None
     lookup_min: int | None = None
     lookup_max: int | None = None
+    draft_sampling: str | None = None
+    rule: str | None = None

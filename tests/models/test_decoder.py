@@ -25,7 +25,7 @@ _SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "max_position_embeddings": 128,
+    "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
     "pad_token_id": None,

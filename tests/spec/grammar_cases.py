@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 
 EOS = 0
 END_OF_TURN = 1
@@ -44,7 +44,7 @@ def vocabulary() -> list[bytes]:
 class GrammarCase:
     """One constraint and its judge."""
 
-    controls: Controls
+    controls: SamplingParams
     obeys: Callable[[str], bool]
 
 
@@ -66,7 +66,7 @@ def random_case(rng: random.Random, *, max_new_tokens: int = 256, **fields: Any)
             return re.fullmatch(pattern, output) is not None
 
     fields[kind] = text
-    controls = Controls(max_new_tokens=max_new_tokens, **fields)
+    controls = SamplingParams(max_new_tokens=max_new_tokens, **fields)
     return GrammarCase(controls, obeys)
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from forespeak.errors import OptionError
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 
 NAN = float("nan")
 INF = float("inf")
@@ -59,14 +59,14 @@ BAD = [
 @pytest.mark.parametrize(("fields", "named"), BAD, ids=[str(fields) for fields, _ in BAD])
 def test_bad_values_are_refused(fields, named):
     with pytest.raises(OptionError) as caught:
-        Controls(**fields)
+        SamplingParams(**fields)
     message = str(caught.value)
     assert named in message
     assert message.endswith(".")
 
 
 def test_good_values_pass():
-    controls = Controls(
+    controls = SamplingParams(
         max_new_tokens=1,
         min_tokens=1,
         temperature=1e-9,
@@ -86,10 +86,10 @@ def test_good_values_pass():
     )
     assert controls.constraint == "json_object"
     assert not controls.is_greedy
-    assert Controls().constraint is None
-    assert Controls().is_greedy
+    assert SamplingParams().constraint is None
+    assert SamplingParams().is_greedy
 
 
 def test_importing_controls_does_not_import_torch():
-    code = "import sys, forespeak.spec.controls; sys.exit('torch' in sys.modules)"
+    code = "import sys, forespeak.sampling; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

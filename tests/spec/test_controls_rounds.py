@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.spec.grammar import Grammar, GrammarState, GrammarTokenizer, compile_grammar
-from forespeak.spec.logprobs import TokenLogprob, token_logprobs
+from forespeak.spec.logprobs import token_logprobs
+from forespeak.types import TokenLogprob
 from forespeak.spec.processors import LogitsPipeline, node_paths
 from forespeak.spec.stopping import Stopper
 from forespeak.spec.tree import CandidateTree
@@ -40,7 +41,7 @@ class TokenText:
 class Session:
     """One text: what the engine keeps for a row."""
 
-    controls: Controls
+    controls: SamplingParams
     grammar: Grammar | None
     words: Sequence[Sequence[int]]
     output: list[int] = field(default_factory=list)
@@ -121,8 +122,8 @@ def texts(*tokens: int) -> str:
     return b"".join(TOKENS[token] for token in tokens).decode()
 
 
-def random_request(rng: random.Random) -> Controls:
-    controls = Controls(
+def random_request(rng: random.Random) -> SamplingParams:
+    controls = SamplingParams(
         max_new_tokens=rng.choice([20, 41]),
         min_tokens=rng.choice([0, 9]),
         repetition_penalty=rng.choice([1.0, 1.5]),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from forespeak.errors import OptionError
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.spec.grammar import Grammar, GrammarState, GrammarTokenizer, compile_grammar
 from forespeak.spec.processors import LogitsPipeline, node_paths
 from forespeak.spec.tree import CandidateTree, chain
@@ -33,7 +33,7 @@ def text_of(tokens: Sequence[int]) -> bytes:
 
 
 def compiled(tokenizer: GrammarTokenizer, **fields: Any) -> Grammar:
-    return compile_grammar(Controls(**fields), tokenizer)
+    return compile_grammar(SamplingParams(**fields), tokenizer)
 
 
 def replayed(grammar: Grammar, tokens: Sequence[int]) -> GrammarState | None:

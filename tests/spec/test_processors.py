@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forespeak.errors import OptionError
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.spec.processors import LogitsPipeline, node_paths
 from forespeak.spec.processors_reference import reference_law
 from forespeak.spec.processors_words import BadWords, bad_word_sequences
@@ -25,13 +25,13 @@ def random_tree(rng: random.Random, num_nodes: int, vocab_size: int) -> Candidat
     return CandidateTree(tuple(rng.randrange(vocab_size) for _ in range(num_nodes)), tuple(parents))
 
 
-def random_controls(rng: random.Random, vocab_size: int) -> Controls:
+def random_controls(rng: random.Random, vocab_size: int) -> SamplingParams:
     """Each control on with probability one half, in values that bite on a small vocabulary."""
 
     def some(value: Any, off: Any) -> Any:
         return value if rng.random() < 0.5 else off
 
-    return Controls(
+    return SamplingParams(
         min_tokens=some(rng.randrange(8), 0),
         temperature=rng.choice([0.0, 0.3, 1.0, 1.7]),
         top_k=some(rng.randrange(1, vocab_size + 2), 0),
@@ -90,7 +90,7 @@ def test_every_node_has_the_law_of_the_slow_form(seed):
 
 
 def test_a_row_does_not_depend_on_the_other_rows():
-    controls = Controls(temperature=0.8, top_p=0.8, frequency_penalty=1, repetition_penalty=1.3)
+    controls = SamplingParams(temperature=0.8, top_p=0.8, frequency_penalty=1, repetition_penalty=1.3)
     pipeline = LogitsPipeline(controls, [3, 4], eos_ids=(EOS,), vocab_size=9)
     pipeline.advance([5, 5])
     logits = torch.randn(3, 9)
@@ -102,7 +102,7 @@ def test_a_row_does_not_depend_on_the_other_rows():
 
 def test_without_work_the_logits_come_back_untouched():
     logits = torch.randn(2, 9)
-    for controls in (Controls(), Controls(temperature=1.0), Controls(top_p=0.5, top_k=3)):
+    for controls in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(top_p=0.5, top_k=3)):
         pipeline = LogitsPipeline(controls, [3], eos_ids=(EOS,), vocab_size=9)
         assert pipeline.apply(logits, [(), (2,)]) is logits
 
@@ -110,11 +110,11 @@ def test_without_work_the_logits_come_back_untouched():
 def test_filters_keep_the_best_token_and_greedy_skips_them():
     logits = torch.randn(50, 30)
     paths = [()] * 50
-    greedy = LogitsPipeline(Controls(top_k=3, top_p=0.1, min_p=0.9), eos_ids=(EOS,), vocab_size=30)
+    greedy = LogitsPipeline(SamplingParams(top_k=3, top_p=0.1, min_p=0.9), eos_ids=(EOS,), vocab_size=30)
     for controls in (
-        Controls(temperature=0.7, top_k=1),
-        Controls(temperature=0.7, top_p=1e-9),
-        Controls(temperature=0.7, min_p=1.0),
+        SamplingParams(temperature=0.7, top_k=1),
+        SamplingParams(temperature=0.7, top_p=1e-9),
+        SamplingParams(temperature=0.7, min_p=1.0),
     ):
         pipeline = LogitsPipeline(controls, eos_ids=(EOS,), vocab_size=30)
         law = pipeline.law(pipeline.apply(logits, paths))
@@ -123,7 +123,7 @@ def test_filters_keep_the_best_token_and_greedy_skips_them():
 
 def test_typical_p_keeps_the_best_token_as_the_temperature_falls():
     logits = torch.randn(50, 30, dtype=torch.float64)
-    controls = Controls(temperature=1e-3, typical_p=0.2)
+    controls = SamplingParams(temperature=1e-3, typical_p=0.2)
     pipeline = LogitsPipeline(controls, eos_ids=(EOS,), vocab_size=30)
     law = pipeline.law(pipeline.apply(logits, [()] * 50))
     assert torch.equal(law.argmax(-1), logits.argmax(-1))
@@ -131,7 +131,7 @@ def test_typical_p_keeps_the_best_token_as_the_temperature_falls():
 
 @pytest.mark.parametrize("temperature", [1e-38, 1e-300, 1e-5])
 def test_tiny_temperatures_do_not_overflow(temperature):
-    pipeline = LogitsPipeline(Controls(temperature=temperature), eos_ids=(EOS,), vocab_size=9)
+    pipeline = LogitsPipeline(SamplingParams(temperature=temperature), eos_ids=(EOS,), vocab_size=9)
     logits = torch.randn(4, 9) * 100
     law = pipeline.law(pipeline.apply(logits, [()] * 4))
     assert torch.equal(law.argmax(-1), logits.argmax(-1))
@@ -140,18 +140,18 @@ def test_tiny_temperatures_do_not_overflow(temperature):
 
 def test_equals_go_to_the_lower_id_and_top_k_keeps_them_all():
     logits = torch.zeros(1, 8, dtype=torch.float64)
-    half = LogitsPipeline(Controls(temperature=1, top_p=0.5), eos_ids=(EOS,), vocab_size=8)
+    half = LogitsPipeline(SamplingParams(temperature=1, top_p=0.5), eos_ids=(EOS,), vocab_size=8)
     assert half.law(half.apply(logits, [()]))[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3]
-    three = LogitsPipeline(Controls(temperature=1, top_k=3), eos_ids=(EOS,), vocab_size=8)
+    three = LogitsPipeline(SamplingParams(temperature=1, top_k=3), eos_ids=(EOS,), vocab_size=8)
     assert (three.law(three.apply(logits, [()])) == 1 / 8).all()
-    greedy = LogitsPipeline(Controls(), eos_ids=(EOS,), vocab_size=8)
+    greedy = LogitsPipeline(SamplingParams(), eos_ids=(EOS,), vocab_size=8)
     assert greedy.law(logits)[0, 0] == 1
 
 
 def test_wide_sets_leave_the_candidates_and_give_the_same():
     """Sets of 512 tokens and of more than 4096 take the other branches of the search."""
     logits = torch.randn(3, 9000, dtype=torch.float64) * torch.tensor([[8.0], [2.0], [0.01]])
-    for controls in (Controls(temperature=1, top_p=0.9), Controls(temperature=1, typical_p=0.9)):
+    for controls in (SamplingParams(temperature=1, top_p=0.9), SamplingParams(temperature=1, typical_p=0.9)):
         pipeline = LogitsPipeline(controls, eos_ids=(EOS,), vocab_size=9000)
         law = pipeline.law(pipeline.apply(logits, [()] * 3))
         sizes = (law > 0).sum(-1).tolist()
@@ -167,12 +167,12 @@ def test_wide_sets_leave_the_candidates_and_give_the_same():
 
 
 def test_half_precision_is_computed_in_float32():
-    pipeline = LogitsPipeline(Controls(temperature=0.5), eos_ids=(EOS,), vocab_size=9)
+    pipeline = LogitsPipeline(SamplingParams(temperature=0.5), eos_ids=(EOS,), vocab_size=9)
     assert pipeline.apply(torch.randn(1, 9).bfloat16(), [()]).dtype == torch.float32
 
 
 def test_min_tokens_counts_tokens_of_output_and_path_and_not_rounds():
-    controls = Controls(min_tokens=4, stop_token_ids=(5,))
+    controls = SamplingParams(min_tokens=4, stop_token_ids=(5,))
     pipeline = LogitsPipeline(controls, [2, 2, 2, 2], eos_ids=(EOS,), vocab_size=9)
     pipeline.advance([7, 7])
     processed = pipeline.apply(torch.zeros(3, 9), [(), (3,), (3, 4)])
@@ -181,7 +181,7 @@ def test_min_tokens_counts_tokens_of_output_and_path_and_not_rounds():
 
 def test_bad_words_see_the_path_and_not_the_prompt():
     pipeline = LogitsPipeline(
-        Controls(), [3, 4], eos_ids=(EOS,), vocab_size=9, bad_word_ids=[[3, 4, 5], [6], [8, 8]]
+        SamplingParams(), [3, 4], eos_ids=(EOS,), vocab_size=9, bad_word_ids=[[3, 4, 5], [6], [8, 8]]
     )
     paths = [(), (3,), (3, 4), (8,)]
 
@@ -210,7 +210,7 @@ def test_bad_words_are_forbidden_with_and_without_a_space():
 
 
 def test_a_dead_end_ends_the_text():
-    controls = Controls(allowed_token_ids=(5, 6), temperature=1.0, min_tokens=3)
+    controls = SamplingParams(allowed_token_ids=(5, 6), temperature=1.0, min_tokens=3)
     pipeline = LogitsPipeline(
         controls, eos_ids=(EOS,), vocab_size=9, bad_word_ids=[[5, 5], [5, 6], [6, 6]]
     )
@@ -219,7 +219,7 @@ def test_a_dead_end_ends_the_text():
     assert law[1].nonzero()[:, 0].tolist() == [EOS]
     assert law[2].nonzero()[:, 0].tolist() == [5]
     endless = LogitsPipeline(
-        Controls(allowed_token_ids=(5,)), eos_ids=(), vocab_size=9, bad_word_ids=[[5, 5]]
+        SamplingParams(allowed_token_ids=(5,)), eos_ids=(), vocab_size=9, bad_word_ids=[[5, 5]]
     )
     with pytest.raises(OptionError, match="forbid every token"):
         endless.apply(torch.zeros(1, 9), [(5,)])
@@ -227,7 +227,7 @@ def test_a_dead_end_ends_the_text():
 
 def test_impossible_masks_and_foreign_ids_are_refused():
     def build(words: Sequence[Sequence[int]] = (), **fields: Any) -> LogitsPipeline:
-        return LogitsPipeline(Controls(**fields), eos_ids=(EOS,), vocab_size=9, bad_word_ids=words)
+        return LogitsPipeline(SamplingParams(**fields), eos_ids=(EOS,), vocab_size=9, bad_word_ids=words)
 
     with pytest.raises(OptionError, match="no first token"):
         build(allowed_token_ids=(EOS,), min_tokens=1)
@@ -245,7 +245,7 @@ def test_impossible_masks_and_foreign_ids_are_refused():
 
 
 def test_draft_rows_take_the_same_road_as_target_rows():
-    controls = Controls(temperature=0.9, frequency_penalty=1.5, min_p=0.1, logit_bias={2: 3.0})
+    controls = SamplingParams(temperature=0.9, frequency_penalty=1.5, min_p=0.1, logit_bias={2: 3.0})
     pipeline = LogitsPipeline(controls, [1], eos_ids=(EOS,), vocab_size=7)
     pipeline.advance([4, 4])
     logits = torch.randn(1, 7)
@@ -255,7 +255,7 @@ def test_draft_rows_take_the_same_road_as_target_rows():
 
 
 def test_more_columns_than_the_first_buffer_holds():
-    controls = Controls(repetition_penalty=2.0, frequency_penalty=1.0)
+    controls = SamplingParams(repetition_penalty=2.0, frequency_penalty=1.0)
     pipeline = LogitsPipeline(controls, range(40), eos_ids=(EOS,), vocab_size=400)
     pipeline.advance(list(range(30, 300)))
     pipeline.advance([299])

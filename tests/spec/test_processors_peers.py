@@ -20,7 +20,7 @@ from transformers.generation.logits_process import (
     TypicalLogitsWarper,
 )
 
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.spec.processors import LogitsPipeline
 
 GOLDEN = Path(
@@ -45,7 +45,7 @@ PEERS: list[tuple[dict[str, Any], Any]] = [
 @pytest.mark.parametrize(("fields", "peer"), PEERS, ids=[str(fields) for fields, _ in PEERS])
 def test_transformers_agrees(fields, peer):
     generator = torch.Generator().manual_seed(0)
-    controls = Controls(**{"temperature": 1.0, **fields})
+    controls = SamplingParams(**{"temperature": 1.0, **fields})
     for _ in range(30):
         logits = torch.randn(1, V, generator=generator, dtype=torch.float64) * 3
         path = torch.randint(V, (3,), generator=generator).tolist()
@@ -59,7 +59,7 @@ def test_transformers_agrees(fields, peer):
 def test_transformers_agrees_on_bad_words_in_the_output():
     words = [[4], [5, 9], [9, 5, 6]]
     peer = NoBadWordsLogitsProcessor(words)
-    pipeline = LogitsPipeline(Controls(), [], eos_ids=(1,), vocab_size=V, bad_word_ids=words)
+    pipeline = LogitsPipeline(SamplingParams(), [], eos_ids=(1,), vocab_size=V, bad_word_ids=words)
     pipeline.advance(OUTPUT)
     logits = torch.randn(3, V)
     for row, path in enumerate([(), (5,), (9,)]):
@@ -86,7 +86,7 @@ def test_golden_filters():
         logits = tensors["warp.logits"]
         assert warps
         for number, fields in enumerate(warps):
-            pipeline = LogitsPipeline(Controls(**fields), eos_ids=(), vocab_size=logits.shape[1])
+            pipeline = LogitsPipeline(SamplingParams(**fields), eos_ids=(), vocab_size=logits.shape[1])
             laws = pipeline.law(pipeline.apply(logits, [(), ()]))
             stored = torch.stack([tensors[f"warp{number}.p"], tensors[f"warp{number}.q"]])
             torch.testing.assert_close(laws, stored, rtol=0, atol=1e-9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.spec.stopping import KeptBlock, Stopper
 
 EOS = 0
@@ -35,11 +35,11 @@ class ByteDecoder:
         return text
 
 
-def stopper(controls: Controls) -> Stopper:
+def stopper(controls: SamplingParams) -> Stopper:
     return Stopper(controls, eos_ids=(EOS,), decoder=ListDecoder())
 
 
-def obvious(controls: Controls, tokens: list[int]) -> tuple[int, str, str | None, str | int | None]:
+def obvious(controls: SamplingParams, tokens: list[int]) -> tuple[int, str, str | None, str | int | None]:
     """Plain decoding: grow the text by one token, look at all of it."""
     text = ""
     for number, token in enumerate(tokens, start=1):
@@ -82,7 +82,7 @@ def obvious(controls: Controls, tokens: list[int]) -> tuple[int, str, str | None
 def test_blocks_equal_plain_decoding(
     blocks, stop, stop_token_ids, include, ignore_eos, min_tokens, max_new_tokens
 ):
-    controls = Controls(
+    controls = SamplingParams(
         max_new_tokens=max_new_tokens,
         min_tokens=min_tokens,
         stop=tuple(stop),
@@ -113,13 +113,13 @@ def test_blocks_equal_plain_decoding(
 
 
 def test_end_of_sequence_inside_a_block():
-    assert stopper(Controls()).push([1, 2, EOS, 3]) == KeptBlock(3, "ab", "stop")
-    going_on = stopper(Controls(ignore_eos=True)).push([1, EOS, 2])
+    assert stopper(SamplingParams()).push([1, 2, EOS, 3]) == KeptBlock(3, "ab", "stop")
+    going_on = stopper(SamplingParams(ignore_eos=True)).push([1, EOS, 2])
     assert going_on == KeptBlock(3, "a<eos>b")
 
 
 def test_stop_string_over_the_border_of_rounds():
-    watched = stopper(Controls(stop=("abac",)))
+    watched = stopper(SamplingParams(stop=("abac",)))
     assert watched.push([6, 3]) == KeptBlock(2, "c")  # "ab" may begin it
     assert watched.push([1]) == KeptBlock(1, "")
     assert watched.push([2]) == KeptBlock(1, "ab")  # "abab": its end may begin it anew
@@ -127,25 +127,25 @@ def test_stop_string_over_the_border_of_rounds():
 
 
 def test_length_limit_inside_a_block_and_stop_before_length():
-    assert stopper(Controls(max_new_tokens=2)).push([1, 2, 6]) == KeptBlock(2, "ab", "length")
-    limit = Controls(max_new_tokens=2, stop=("b",))
+    assert stopper(SamplingParams(max_new_tokens=2)).push([1, 2, 6]) == KeptBlock(2, "ab", "length")
+    limit = SamplingParams(max_new_tokens=2, stop=("b",))
     assert stopper(limit).push([1, 2, 6]) == KeptBlock(2, "a", "stop", "b")
-    assert stopper(Controls(max_new_tokens=2)).push([1, EOS]) == KeptBlock(2, "a", "stop")
+    assert stopper(SamplingParams(max_new_tokens=2)).push([1, EOS]) == KeptBlock(2, "a", "stop")
 
 
 def test_held_text_comes_out_at_the_end():
-    held = Controls(max_new_tokens=2, stop=("abc",))
+    held = SamplingParams(max_new_tokens=2, stop=("abc",))
     assert stopper(held).push([1, 2]) == KeptBlock(2, "ab", "length")
-    assert stopper(Controls(stop=("abc",))).push([1, EOS]) == KeptBlock(2, "a", "stop")
+    assert stopper(SamplingParams(stop=("abc",))).push([1, EOS]) == KeptBlock(2, "a", "stop")
 
 
 def test_stop_string_before_min_tokens_does_not_count():
-    controls = Controls(min_tokens=2, stop=("b",))
+    controls = SamplingParams(min_tokens=2, stop=("b",))
     assert stopper(controls).push([2, 2, 1, 2]) == KeptBlock(4, "bba", "stop", "b")
 
 
 def test_characters_of_several_tokens():
-    controls = Controls(stop=("ß→",), include_stop_str=True)
+    controls = SamplingParams(stop=("ß→",), include_stop_str=True)
     watched = Stopper(controls, eos_ids=(), decoder=ByteDecoder())
     kept = watched.push(list("groß→!".encode()))
     assert kept == KeptBlock(len("groß→".encode()), "groß→", "stop", "ß→")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forespeak.models.fused import Array, Plan
+from forespeak.models.int8_layout import Array, Plan
 from forespeak.models.kv_cache import KVCache
 from forespeak.types import Segment
 
@@ -129,4 +129,5 @@ def attend(
     k, v = keys.repeat_interleave(groups, 0), values.repeat_interleave(groups, 0)
     scores = (q.float() @ k.float().transpose(1, 2)) * dim**-0.5
     weights = scores.masked_fill(~mask[None], float("-inf")).softmax(-1)
-    return (weights @ v.float()).to(query.dtype).transpose(0, 1)
+    summed: Tensor = weights @ v.float()
+    return summed.to(query.dtype).transpose(0, 1)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from forespeak.errors import ModelError, OptionError
 from forespeak.models.config import ModelConfig
 from forespeak.types import Segment, TargetOutput
 
@@ -45,6 +47,12 @@ class Cache(ABC):
     @abstractmethod
     def release(self, row: int) -> None:
         """Empty a row for the next user."""
+
+    def settle(self, row: int, count: int) -> None:
+        """Make the first ``count`` pending tokens committed and leave the others pending."""
+        assert 0 <= count <= self.pending[row], (count, self.pending[row])
+        self.lengths[row] += count
+        self.pending[row] -= count
 
     def commit_all(self, row: int) -> None:
         """Commit every pending token, as after a chunk of prefill."""
@@ -85,6 +93,17 @@ class TargetModel(ABC):
         shows. Rows do not see each other. A row appears in at most one segment.
         """
 
+    def truncated(self, num_layers: int) -> TargetModel:
+        """The model of the first layers with this one's own norm and head, weights shared.
+
+        Raises:
+            ModelError: this kind of model cannot be cut.
+        """
+        raise ModelError(
+            f"A {self.config.model_type} model cannot be cut to its first layers; allowed: the "
+            "built-in families. Name a smaller model as the drafter."
+        )
+
     @abstractmethod
     def embed(self, tokens: Tensor) -> Tensor:
         """Input embeddings, [..., H] in the compute dtype, for drafters that share them."""
@@ -92,3 +111,18 @@ class TargetModel(ABC):
     @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] float32 of final hidden states [..., H], for drafters that share it."""
+
+
+def first_layers_config(config: ModelConfig, num_layers: int) -> ModelConfig:
+    """The config of the model of the first layers.
+
+    Raises:
+        OptionError: not between 1 and the number of layers less one.
+    """
+    if not 1 <= num_layers < config.num_layers:
+        raise OptionError(
+            f"The first {num_layers} layers were asked for; allowed: 1 to {config.num_layers - 1} "
+            f"of the target's {config.num_layers}."
+        )
+    kept = config.sliding_layers[:num_layers]
+    return replace(config, num_layers=num_layers, sliding_layers=kept)

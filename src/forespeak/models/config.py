@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from forespeak.errors import CheckpointError, OptionError
+from forespeak.errors import CheckpointError
 
 OUR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` that our own decoder runs; the adapter takes the others."""
@@ -55,20 +55,6 @@ class ModelConfig:
     sliding_layers: tuple[bool, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
-
-    def first_layers(self, num_layers: int) -> ModelConfig:
-        """The config of the model of the first layers.
-
-        Raises:
-            OptionError: not between 1 and the number of layers less one.
-        """
-        if not 1 <= num_layers < self.num_layers:
-            raise OptionError(
-                f"The first {num_layers} layers were asked for; allowed: 1 to "
-                f"{self.num_layers - 1} of the target's {self.num_layers}."
-            )
-        kept = self.sliding_layers[:num_layers]
-        return replace(self, num_layers=num_layers, sliding_layers=kept)
 
     @classmethod
     def from_hf(cls, values: Mapping[str, object], *, origin: str = "config.json") -> ModelConfig:

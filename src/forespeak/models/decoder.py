@@ -6,6 +6,7 @@ in ``types.py``, and G query heads, kv key-value heads, D head size.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forespeak.models.attention import attend, dense_mask
-from forespeak.models.base import Cache, TargetModel
+from forespeak.models.base import Cache, TargetModel, first_layers_config
 from forespeak.models.config import ModelConfig
 from forespeak.models.kv_cache import KVCache
 from forespeak.models.parameters import LayerTensors, OuterTensors, read_parameters
@@ -165,6 +166,13 @@ class Decoder(TargetModel):
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
+    def truncated(self, num_layers: int) -> Decoder:
+        model = copy.copy(self)
+        model.config = first_layers_config(self.config, num_layers)
+        model._layers = self._layers[:num_layers]
+        model._windowed = self._windowed[:num_layers]
+        return model
+
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens.to(self.device), self._embedding)
 
@@ -220,9 +228,8 @@ class Decoder(TargetModel):
         c = self.config
         normed = rms_norm(hidden, layer.attention_norm, c.rms_norm_eps)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-        q, k, v = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim).split(
-            [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1
-        )
+        heads = qkv.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q, k, v = torch.split(heads, [c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             q = rms_norm(q, layer.query_norm, c.rms_norm_eps)
             k = rms_norm(k, layer.key_norm, c.rms_norm_eps)
@@ -253,7 +260,10 @@ class Decoder(TargetModel):
             values[:, used - n : used] = v[at : at + n].transpose(0, 1)
             mixed.append(
                 attend(
-                    q[at : at + n], keys[:, :used], values[:, :used], mask,
+                    q[at : at + n],
+                    keys[:, :used],
+                    values[:, :used],
+                    mask,
                     plain=self.plain_attention,
                 )  # fmt: skip
             )

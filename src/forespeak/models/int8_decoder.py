@@ -6,6 +6,7 @@ of a token is computed by the same operations in the same order, see ``fused.py`
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import numba
@@ -15,14 +16,21 @@ from torch import Tensor
 
 from forespeak.errors import OptionError
 from forespeak.models.attention import build_plan
-from forespeak.models.base import Cache, TargetModel
+from forespeak.models.base import Cache, TargetModel, first_layers_config
 from forespeak.models.config import ModelConfig
 from forespeak.models.decoder import RopeTable, window_flags
-from forespeak.models.fused import Array, LayerStack, Shape, multiply, norm_rows, run_layers
+from forespeak.models.fused import multiply, norm_rows, run_layers
+from forespeak.models.int8_layout import (
+    Array,
+    LayerStack,
+    Shape,
+    first_layers,
+    make_workspace,
+)
 from forespeak.models.kv_cache import KVCache
 from forespeak.models.parameters import LayerTensors, OuterTensors, read_parameters
 from forespeak.models.quantize import MatrixBuilder, padded, single_matrix
-from forespeak.models.simd import has_int8_product
+from forespeak.models.simd import BLOCK, has_int8_product
 from forespeak.types import Segment, TargetOutput
 
 _HALF_LIMIT = 60000.0  # embeddings below this magnitude are kept in float16
@@ -121,6 +129,13 @@ class Int8Decoder(TargetModel):
             c.num_layers, num_rows, c.num_kv_heads, c.head_dim, capacity, tiled_keys=True
         )
 
+    def truncated(self, num_layers: int) -> Int8Decoder:
+        model = copy.copy(self)
+        model.config = first_layers_config(self.config, num_layers)
+        model._stack = first_layers(self._stack, num_layers)
+        model._windowed = self._windowed[:num_layers]
+        return model
+
     def embed(self, tokens: Tensor) -> Tensor:
         return self._embedding[tokens].float()
 
@@ -164,7 +179,8 @@ class Int8Decoder(TargetModel):
         run_layers(
             True if self.portable else None, self.threads, self._shape, hidden, cos.numpy(),
             sin.numpy(), self._stack, cache.keys.numpy(), cache.values.numpy(), plan,
-            np.array(taps, np.int64), tapped,
+            make_workspace(len(tokens), width, self._stack, BLOCK), np.array(taps, np.int64),
+            tapped,
         )  # fmt: skip
         normed = np.zeros((len(tokens), width), np.float32)
         eps = np.float32(self.config.rms_norm_eps)

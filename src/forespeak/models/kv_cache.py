@@ -96,6 +96,10 @@ class KVCache(Cache):
         self.lengths[row] = base + len(kept)
         self._drop_pending(row)
 
+    def settle(self, row: int, count: int) -> None:
+        super().settle(row, count)
+        del self.pending_positions[row][:count]
+
     def _move_tiled(self, row: int, source: Tensor, target: Tensor) -> None:
         keys = self.keys[:, row]  # [L, kv, C/64, D, 64]
         moved = keys[:, :, source // _TILE, :, source % _TILE]  # a copy, [n, L, kv, D]

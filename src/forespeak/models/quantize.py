@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from forespeak.errors import CheckpointError
-from forespeak.models.fused import Array, Matrix
+from forespeak.models.int8_layout import Array, Matrix
 from forespeak.models.simd import BLOCK, LANES
 
 
@@ -84,9 +84,8 @@ class MatrixBuilder:
         self, layer: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
     ) -> None:
         """Weights (and biases) of the parts, in order; a missing bias counts as zero."""
-        stacked = torch.cat(
-            [_pad(w.float(), rows, w.shape[1]) for w, rows in zip(weights, self._parts, strict=True)]
-        )
+        pairs = zip(weights, self._parts, strict=True)
+        stacked = torch.cat([_pad(w.float(), rows, w.shape[1]) for w, rows in pairs])
         q, scale = quantize_channels(_pad(stacked, self._rows, self._columns))
         self._weight[layer] = tile(q)
         self._scale[layer] = scale

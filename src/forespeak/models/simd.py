@@ -4,7 +4,7 @@ Numba compiles scalar Python; whether LLVM then vectorises a loop, and in which 
 its own affair. Where the order of a sum or the instruction matters we build the vector code here:
 
     dot_tile(m)     int8 product of m activation rows with 16 output channels
-    score_tile      one query against 64 keys
+    score_tile(n)   n queries against 64 keys
     weigh_values    sum of value vectors with given weights, key after key
     exp_tile        16 exponentials, as plain arithmetic
     gate_tile       silu(gate) * up
@@ -22,8 +22,10 @@ from typing import Any
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils as _cgutils
 from numba.extending import intrinsic
+
+cgutils: Any = _cgutils  # has no annotations
 
 LANES = 16
 BLOCK = 32  # activations that share one scale
@@ -31,6 +33,11 @@ KEYS_PER_TILE = 64
 
 _I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
 _V16I, _V16F = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
+
+
+def _intrinsic(function: Callable[..., Any]) -> Any:
+    """Numba's decorator; callers pass what its code generator expects, not what Python sees."""
+    return intrinsic(function)
 
 
 def has_int8_product() -> bool:
@@ -90,7 +97,7 @@ def _dot4_portable(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
     return total
 
 
-def _make_dot_tile(num_rows: int) -> Callable[..., None]:
+def _make_dot_tile(num_rows: int) -> Any:
     """Product of ``num_rows`` rows with one tile of 16 output channels.
 
     Arguments of the result, all offsets in elements:
@@ -108,7 +115,7 @@ def _make_dot_tile(num_rows: int) -> Callable[..., None]:
     rounded to float32 (no fused multiply-add, so any language gives the same bits).
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @_intrinsic
     def dot_tile(
         typingctx: Any,
         portable: Any,
@@ -154,9 +161,7 @@ def _make_dot_tile(num_rows: int) -> Callable[..., None]:
             rows = [builder.gep(inputs, [builder.mul(x_step, const(m))]) for m in range(num_rows)]
             with cgutils.for_range(builder, blocks) as loop:
                 block = loop.index
-                cells = [
-                    builder.add(block, builder.mul(blocks, const(m))) for m in range(num_rows)
-                ]
+                cells = [builder.add(block, builder.mul(blocks, const(m))) for m in range(num_rows)]
                 sums = [
                     _splat(builder, builder.load(builder.gep(starts, [cell]))) for cell in cells
                 ]
@@ -184,7 +189,7 @@ def _make_dot_tile(num_rows: int) -> Callable[..., None]:
 
         return signature, codegen
 
-    return dot_tile  # type: ignore[no-any-return]
+    return dot_tile
 
 
 dot_tile_1 = _make_dot_tile(1)
@@ -193,56 +198,77 @@ dot_tile_4 = _make_dot_tile(4)
 dot_tile_8 = _make_dot_tile(8)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def score_tile(
-    typingctx: Any,
-    query: Any,
-    query_at: Any,
-    keys: Any,
-    keys_at: Any,
-    head_dim: Any,
-    scores: Any,
-    scores_at: Any,
-) -> Any:
-    """Scores of one query against the 64 keys of a tile.
+def _make_score_tile(num_queries: int) -> Any:
+    """Scores of ``num_queries`` queries against the 64 keys of a tile.
 
     A tile is stored transposed, [head_dim][64], so that lanes are keys and every score is one
-    chain of fused multiply-adds over the head dimension.
+    chain of fused multiply-adds over the head dimension. Arguments of the result:
+        queries, query_at, i: flat floats; the queries begin at query_at[i], query_at[i + 1], ...
+        keys, keys_at, head_dim: the tile.
+        scores, scores_at, stride: results, 64 a query, ``stride`` apart.
     """
-    size = types.intp
-    signature = types.void(query, size, keys, size, size, scores, size)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = signature.args
-        q = _pointer(context, builder, kinds[0], args[0], args[1])
-        k = _pointer(context, builder, kinds[2], args[2], args[3])
-        out = _pointer(context, builder, kinds[5], args[5], args[6])
-        dim = args[4]
-        parts = range(KEYS_PER_TILE // LANES)
-        zero = ir.Constant(_V16F, [0.0] * LANES)
-        totals = [cgutils.alloca_once_value(builder, zero) for _ in parts]
-        with cgutils.for_range(builder, dim) as loop:
-            value = _splat(builder, builder.load(builder.gep(q, [loop.index])))
-            tile_row = builder.mul(loop.index, ir.Constant(dim.type, KEYS_PER_TILE))
-            row = builder.gep(k, [tile_row])
-            for part in parts:
-                lane_at = builder.gep(row, [ir.Constant(dim.type, part * LANES)])
-                total = _fma(
-                    builder, value, _load(builder, lane_at, _V16F), builder.load(totals[part])
-                )
-                builder.store(total, totals[part])
-        for part in parts:
-            target = builder.gep(out, [ir.Constant(dim.type, part * LANES)])
-            _store(builder, builder.load(totals[part]), target)
-        return context.get_dummy_value()
+    @_intrinsic
+    def score_tile(
+        typingctx: Any,
+        queries: Any,
+        query_at: Any,
+        i: Any,
+        keys: Any,
+        keys_at: Any,
+        head_dim: Any,
+        scores: Any,
+        scores_at: Any,
+        stride: Any,
+    ) -> Any:
+        size = types.intp
+        signature = types.void(queries, query_at, size, keys, size, size, scores, size, size)
 
-    return signature, codegen
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            kinds = signature.args
+            places = _pointer(context, builder, kinds[1], args[1], args[2])
+            k = _pointer(context, builder, kinds[3], args[3], args[4])
+            out = _pointer(context, builder, kinds[6], args[6], args[7])
+            dim, step = args[5], args[8]
+
+            def const(value: int) -> Any:
+                return ir.Constant(dim.type, value)
+
+            ids, parts = range(num_queries), range(KEYS_PER_TILE // LANES)
+            starts = [builder.load(builder.gep(places, [const(m)])) for m in ids]
+            q = [_pointer(context, builder, kinds[0], args[0], start) for start in starts]
+            zero = ir.Constant(_V16F, [0.0] * LANES)
+            totals = [[cgutils.alloca_once_value(builder, zero) for _ in parts] for _ in ids]
+            with cgutils.for_range(builder, dim) as loop:
+                row = builder.gep(k, [builder.mul(loop.index, const(KEYS_PER_TILE))])
+                lanes = [
+                    _load(builder, builder.gep(row, [const(part * LANES)]), _V16F) for part in parts
+                ]
+                for m in ids:
+                    value = _splat(builder, builder.load(builder.gep(q[m], [loop.index])))
+                    for part in parts:
+                        old = builder.load(totals[m][part])
+                        builder.store(_fma(builder, value, lanes[part], old), totals[m][part])
+            for m in ids:
+                row = builder.gep(out, [builder.mul(step, const(m))])
+                for part in parts:
+                    target = builder.gep(row, [const(part * LANES)])
+                    _store(builder, builder.load(totals[m][part]), target)
+            return context.get_dummy_value()
+
+        return signature, codegen
+
+    return score_tile
 
 
-def _make_weigh_values(num_parts: int) -> Callable[..., None]:
+score_tile_1 = _make_score_tile(1)
+score_tile_4 = _make_score_tile(4)
+
+
+def _make_weigh_values(num_parts: int) -> Any:
     """out[16 * num_parts] += sum over keys, in order, of weights[key] * values[key]."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
+    @_intrinsic
     def weigh_values(
         typingctx: Any,
         weights: Any,
@@ -285,7 +311,7 @@ def _make_weigh_values(num_parts: int) -> Callable[..., None]:
 
         return signature, codegen
 
-    return weigh_values  # type: ignore[no-any-return]
+    return weigh_values
 
 
 weigh_values_16 = _make_weigh_values(1)
@@ -324,7 +350,7 @@ def _exp(builder: Any, x: Any) -> Any:
     return builder.fmul(total, power)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic
 def exp_tile(typingctx: Any, x: Any, x_at: Any, shift: Any) -> Any:
     """x[x_at : x_at + 16] = exp(x - shift), in place."""
     signature = types.void(x, types.intp, types.float32)
@@ -338,7 +364,7 @@ def exp_tile(typingctx: Any, x: Any, x_at: Any, shift: Any) -> Any:
     return signature, codegen
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_intrinsic
 def gate_tile(
     typingctx: Any, gate: Any, gate_at: Any, up: Any, up_at: Any, out: Any, out_at: Any
 ) -> Any:

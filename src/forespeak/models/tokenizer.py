@@ -16,7 +16,7 @@ import jinja2
 import transformers
 from tokenizers.decoders import ByteLevel
 
-from forespeak.errors import CheckpointError, PromptError
+from forespeak.errors import CheckpointError, OptionError, PromptError
 from forespeak.formats.gguf_file import GgufFile
 from forespeak.formats.weights import read_json_object
 
@@ -143,6 +143,21 @@ class Tokenizer:
         """Ids that ``decode`` leaves out."""
         added = self._backend.added_tokens_decoder
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    def to_json(self) -> str:
+        """The text of a ``tokenizer.json``, which grammars are compiled from.
+
+        Raises:
+            OptionError: a tokenizer that has no such form.
+        """
+        backend = getattr(self._backend, "backend_tokenizer", None)
+        if backend is None:
+            raise OptionError(
+                "A grammar was asked for and this model's tokenizer has no tokenizer.json; allowed "
+                "for it: texts without a grammar. Leave the grammar out."
+            )
+        text: str = backend.to_str()
+        return text
 
     @property
     def is_byte_level(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from forespeak.errors import OptionError
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.spec.tree import CandidateTree
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Grammar:
         return GrammarState(self.tokenizer, self.matcher.deep_copy())
 
 
-def compile_grammar(controls: Controls, tokenizer: GrammarTokenizer) -> Grammar:
+def compile_grammar(controls: SamplingParams, tokenizer: GrammarTokenizer) -> Grammar:
     """The grammar that the controls ask for (``controls.constraint`` says which).
 
     Raises:
@@ -225,6 +225,14 @@ class GrammarState:
     def fork(self) -> GrammarState:
         """An independent state at the same place."""
         return GrammarState(self._tokenizer, self._matcher.deep_copy(), self._num_ends)
+
+    def mask_after(self, path: Sequence[int]) -> Tensor:
+        """What may follow these tokens, each of them allowed where it stands. [V] bool"""
+        for token in path:
+            self.advance(token)
+        mask = self.mask()
+        self.rollback(len(path))
+        return mask
 
     def follow(self, tree: CandidateTree) -> TreeMasks:
         """What the grammar says of each node after its own path; the state is left as it was."""

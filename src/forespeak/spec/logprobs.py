@@ -9,28 +9,12 @@ the bonus at its end.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from forespeak.errors import OptionError
-
-
-@dataclass(frozen=True)
-class TokenLogprob:
-    """One written token.
-
-    Attributes:
-        token: its id.
-        logprob: natural logarithm of its probability.
-        top: ids and log-probabilities of the best tokens, best first, of equals the lower id
-            first; impossible tokens are left out.
-    """
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+from forespeak.types import TokenLogprob
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> list[TokenLogprob]:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from forespeak.errors import OptionError
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.spec.processors_counts import PenaltyCounts
 from forespeak.spec.processors_filters import (
     NEGATIVE_INFINITY,
@@ -67,7 +67,7 @@ class LogitsPipeline:
 
     def __init__(
         self,
-        controls: Controls,
+        controls: SamplingParams,
         prompt_ids: Sequence[int] = (),
         *,
         eos_ids: Iterable[int],
@@ -92,6 +92,17 @@ class LogitsPipeline:
     def is_greedy(self) -> bool:
         """Whether the law is a point mass on the best token."""
         return self._controls.is_greedy
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether ``apply`` has nothing to do at any node, whatever the text becomes."""
+        params = self._controls
+        filters = (params.top_k, params.min_p, params.top_p - 1, params.typical_p - 1)
+        shifts = self._forbidden is not None or len(self._bias_ids) or self._counts.is_active
+        masks = self._bad_words.is_active or params.min_tokens or params.constraint is not None
+        return not (shifts or masks) and (
+            self.is_greedy or (params.temperature == 1 and not any(filters))
+        )
 
     @property
     def num_output(self) -> int:

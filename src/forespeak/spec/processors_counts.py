@@ -17,13 +17,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 
 
 class PenaltyCounts:
     """Counts of one text and the penalties that follow from them."""
 
-    def __init__(self, controls: Controls, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, controls: SamplingParams, prompt_ids: Sequence[int]) -> None:
         self._repetition = controls.repetition_penalty
         self._presence = controls.presence_penalty
         self._frequency = controls.frequency_penalty

@@ -11,11 +11,11 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 
 
 def reference_law(
-    controls: Controls,
+    controls: SamplingParams,
     logits: Tensor,
     *,
     prompt_ids: Sequence[int],
@@ -42,7 +42,7 @@ def reference_law(
 
 def _mask(
     scores: list[float],
-    controls: Controls,
+    controls: SamplingParams,
     output_ids: Sequence[int],
     eos_ids: Sequence[int],
     bad_word_ids: Sequence[Sequence[int]],
@@ -66,7 +66,10 @@ def _completes(word: Sequence[int], text: Sequence[int]) -> bool:
 
 
 def _penalise(
-    scores: list[float], controls: Controls, prompt_ids: Sequence[int], output_ids: Sequence[int]
+    scores: list[float],
+    controls: SamplingParams,
+    prompt_ids: Sequence[int],
+    output_ids: Sequence[int],
 ) -> None:
     for i in {*prompt_ids, *output_ids}:
         r = controls.repetition_penalty
@@ -81,18 +84,18 @@ def _normalised(weights: list[float]) -> list[float]:
     return [w / total for w in weights]
 
 
-def _min_p(controls: Controls, law: list[float]) -> set[int]:
+def _min_p(controls: SamplingParams, law: list[float]) -> set[int]:
     return {i for i, p in enumerate(law) if p >= controls.min_p * max(law) * (1 - 1e-14)}
 
 
-def _top_k(controls: Controls, law: list[float]) -> set[int]:
+def _top_k(controls: SamplingParams, law: list[float]) -> set[int]:
     if controls.top_k == 0:
         return set(range(len(law)))
     limit = sorted(law, reverse=True)[: controls.top_k][-1]
     return {i for i, p in enumerate(law) if p >= limit}
 
 
-def _top_p(controls: Controls, law: list[float]) -> set[int]:
+def _top_p(controls: SamplingParams, law: list[float]) -> set[int]:
     kept: set[int] = set()
     for i in sorted(range(len(law)), key=lambda i: (-law[i], i)):
         if controls.top_p < 1 and math.fsum(law[j] for j in kept) >= controls.top_p:
@@ -101,7 +104,7 @@ def _top_p(controls: Controls, law: list[float]) -> set[int]:
     return kept
 
 
-def _typical_p(controls: Controls, law: list[float]) -> set[int]:
+def _typical_p(controls: SamplingParams, law: list[float]) -> set[int]:
     entropy = -math.fsum(p * math.log(p) for p in law if p > 0)
     possible = [i for i, p in enumerate(law) if p > 0]
     distance = {i: abs(-math.log(law[i]) - entropy) for i in possible}

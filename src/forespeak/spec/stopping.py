@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from forespeak.spec.controls import Controls
+from forespeak.sampling import SamplingParams
 from forespeak.types import FinishReason
 
 
@@ -54,7 +54,9 @@ class Stopper:
     End-of-sequence and stop tokens always end the text: the masks keep them away before that.
     """
 
-    def __init__(self, controls: Controls, *, eos_ids: Iterable[int], decoder: Decoder) -> None:
+    def __init__(
+        self, controls: SamplingParams, *, eos_ids: Iterable[int], decoder: Decoder
+    ) -> None:
         self._controls = controls
         self._eos_ids = frozenset() if controls.ignore_eos else frozenset(eos_ids)
         self._stop_ids = frozenset(controls.stop_token_ids)

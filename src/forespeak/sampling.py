@@ -1,4 +1,4 @@
-"""Controls: everything a user may ask of the text besides the prompt, checked once.
+"""SamplingParams: everything a user may ask of the text besides the prompt, checked once.
 
 Importing this file does not import torch. Names follow vLLM's and OpenAI's request fields. A bad
 value is an :class:`OptionError` that says what was given, what is allowed and what to do; a field
@@ -21,7 +21,7 @@ MAX_PENALTY = 2.0  # the range of OpenAI's API for presence and frequency
 
 
 @dataclass(frozen=True, kw_only=True)
-class Controls:
+class SamplingParams:
     """How one text is continued and what it may look like.
 
     Attributes:

@@ -1,0 +1,205 @@
+"""LLM: a target under one method, for people. ``generate`` and ``stream`` share one engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from forespeak.drafters.loader import load_drafter
+from forespeak.drafters.table import METHODS
+from forespeak.engine.decode import Decoding, RuleChoice
+from forespeak.engine.proposer import Cascade, Proposer, Proposing
+from forespeak.engine.reference import next_logits
+from forespeak.engine.settings import resolve
+from forespeak.engine.target import Prompt, Target, load_target
+from forespeak.engine.text import TextState
+from forespeak.errors import OptionError
+from forespeak.sampling import SamplingParams
+from forespeak.spec.verify import select_rule
+from forespeak.spec.verify.registry import Draft, Shape
+from forespeak.types import Completion, SpeculationConfig
+
+__all__ = ["LLM", "Target", "load_target"]
+
+
+class LLM:
+    """A language model that drafts and verifies.
+
+    Args:
+        target: a loaded target, or the name of one (see ``load_target``).
+        method: how to draft; names joined with ``+`` make a cascade.
+        drafter, builder, num_speculative_tokens, node_budget, tree_depth, tree_top_k, lookup_min,
+            lookup_max, draft_sampling, rule: see :class:`SpeculationConfig`; None takes the
+            method's default.
+        dtype, device, threads: of the target, where it is given by name.
+
+    Raises:
+        OptionError: a setting that the method does not take, or that is out of range.
+        ModelError, DrafterError: a model cannot be read or does not fit.
+
+    Attributes:
+        speculation: the settings as resolved.
+        builder: name of the builder, ``none`` for plain decoding.
+        drafter_name: the drafter's model; None where the method has none.
+    """
+
+    def __init__(
+        self,
+        target: str | Target = "smollm2-135m",
+        *,
+        method: str = "autoregressive",
+        drafter: str | None = None,
+        builder: str | None = None,
+        num_speculative_tokens: int | None = None,
+        node_budget: int | None = None,
+        tree_depth: int | None = None,
+        tree_top_k: int | None = None,
+        lookup_min: int | None = None,
+        lookup_max: int | None = None,
+        draft_sampling: str | None = None,
+        rule: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+    ) -> None:
+        asked = SpeculationConfig(
+            method=method, drafter=drafter, builder=builder,
+            num_speculative_tokens=num_speculative_tokens, node_budget=node_budget,
+            tree_depth=tree_depth, tree_top_k=tree_top_k, lookup_min=lookup_min,
+            lookup_max=lookup_max, draft_sampling=draft_sampling, rule=rule,
+        )  # fmt: skip
+        resolved = resolve(asked)  # refuses before anything is loaded
+        if isinstance(target, Target):
+            _refuse_target_options(dtype, device, threads)
+            self.target = target
+        else:
+            self.target = load_target(target, dtype=dtype, device=device, threads=threads)
+        self.speculation = resolved.shown
+        self._members = resolved.members
+        self._proposer = self._open_proposer()
+        self.builder = "+".join(member.builder for member in self._members) or "none"
+        names = [member.config.drafter for member in self._members if member.config.drafter]
+        self.drafter_name = "+".join(names) or None
+
+    def _open_proposer(self) -> Proposing | None:
+        size = self.target.model.config.vocab_size
+        members = [
+            Proposer(
+                load_drafter(member.config, self.target.parts), member.builder, member.config,
+                vocab_size=size,
+            )
+            for member in self._members
+        ]  # fmt: skip
+        if len(members) > 1:
+            return Cascade(members)
+        return members[0] if members else None
+
+    def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
+        on_text: Callable[[str], None] | None = None,
+    ) -> Completion:
+        """Continue a prompt to its end.
+
+        Args:
+            prompt: a text, the messages of a dialogue, or token ids.
+            params: how; the defaults are greedy.
+            raw: leave the chat template out.
+            on_text: is called with each piece of text as it is settled.
+
+        Raises:
+            PromptError: the prompt is empty or too long.
+            OptionError: parameters that this model or method cannot honour.
+        """
+        start = time.perf_counter()
+        text, decoding, prompt_ids = self._start(prompt, params, raw=raw)
+        pieces: list[str] = []
+        first: float | None = None
+        for piece in decoding.run(prompt_ids):
+            first = first or time.perf_counter() - start
+            if piece:
+                pieces.append(piece)
+                if on_text is not None:
+                    on_text(piece)
+        assert text.end is not None and text.end.finish_reason is not None and first is not None
+        return Completion(
+            text="".join(pieces), token_ids=tuple(text.token_ids),
+            finish_reason=text.end.finish_reason, stats=decoding.stats,
+            time_to_first_token_s=first, stop_reason=text.end.stop_reason,
+            logprobs=tuple(text.logprobs) if text.params.logprobs is not None else None,
+        )  # fmt: skip
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False
+    ) -> Iterator[str]:
+        """Pieces of the text as they are settled, each of whole characters."""
+        _, decoding, prompt_ids = self._start(prompt, params, raw=raw)
+        return (piece for piece in decoding.run(prompt_ids) if piece)
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Token ids that a prompt becomes."""
+        return self.target.encode(prompt, raw=raw)
+
+    def gap(
+        self, prompt: Prompt, answer_ids: Sequence[int], position: int, *, raw: bool = False
+    ) -> float:
+        """How far apart the target's two best logits are for token ``position`` of an answer."""
+        text = [*self.encode(prompt, raw=raw), *answer_ids[:position]]
+        best = next_logits(self.target.model, text).topk(2).values
+        return float(best[0] - best[1])
+
+    def _start(
+        self, prompt: Prompt, params: SamplingParams | None, *, raw: bool
+    ) -> tuple[TextState, Decoding, list[int]]:
+        params = params or SamplingParams()
+        rules = self._rules(params)
+        prompt_ids = self.encode(prompt, raw=raw)
+        room = self.target.context_length - len(prompt_ids)
+        if params.max_new_tokens > room:
+            params = dataclasses.replace(params, max_new_tokens=room)
+        text = TextState(params, prompt_ids, self.target.vocabulary(params))
+        sampled = params.temperature > 0 and self.speculation.draft_sampling == "probabilistic"
+        decoding = Decoding(self.target.model, text, rules, self._proposer, sampled_drafts=sampled)
+        return text, decoding, prompt_ids
+
+    def _rules(self, params: SamplingParams) -> RuleChoice:
+        """The rule for each kind of tree that this method may make."""
+        shapes: set[Shape] = {
+            "chain" if member.builder == "chain" else "tree" for member in self._members
+        }
+        shape: Shape = "tree" if "tree" in shapes else "chain"
+        name, temperature = self.speculation.rule, params.temperature
+        sampled_drafts = self.speculation.draft_sampling == "probabilistic"
+        point_masses = any(m.point_mass or not sampled_drafts for m in self._members)
+        drafts: list[Draft] = ["sampled"] if sampled_drafts else []
+        drafts += ["point"] if point_masses or not drafts else []
+        for draft in drafts:  # a rule that was named must fit every tree
+            select_rule(name, draft=draft, shape=shape, temperature=temperature)
+        chosen: dict[Draft, str | None] = {
+            draft: name if draft in drafts else None for draft in ("point", "sampled")
+        }
+        return RuleChoice(
+            point=select_rule(chosen["point"], draft="point", shape=shape, temperature=temperature),
+            sampled=select_rule(
+                chosen["sampled"], draft="sampled", shape=shape, temperature=temperature
+            ),
+        )
+
+
+def _refuse_target_options(dtype: str, device: str, threads: int | None) -> None:
+    given = {"dtype": dtype != "auto", "device": device != "auto", "threads": threads is not None}
+    names = [name for name, is_given in given.items() if is_given]
+    if names:
+        raise OptionError(
+            f"{', '.join(names)} was given beside a target that is loaded already; allowed: with a "
+            "target's name. Give it to load_target."
+        )
+
+
+def method_names() -> tuple[str, ...]:
+    """Methods of this version."""
+    return tuple(name for name, entry in METHODS.items() if entry.available)

@@ -1,0 +1,230 @@
+"""Proposer: a drafter under a builder, with its settings; a cascade is several of them in order.
+
+N nodes, V vocabulary, R rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from forespeak.drafters.base import Drafter
+from forespeak.errors import OptionError, unknown_choice
+from forespeak.spec import builders
+from forespeak.spec.builders import DraftProcess, TreeShape, fit_shape
+from forespeak.spec.tree import CandidateTree
+from forespeak.spec.uniforms import Uniforms
+from forespeak.types import Observation, SpeculationConfig
+
+# What a guess of each rank is assumed to be worth where nothing was measured for this drafter.
+_TYPICAL_ACCURACIES = (0.6, 0.15, 0.06, 0.03)
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What is asked of a proposer for R rows.
+
+    Attributes:
+        rows: engine rows.
+        roots: their newest tokens.
+        limits: draft tokens that a path may have at most, per row (what is left of the text).
+        draws: sources of draft randomness; None chooses the best tokens.
+        process: logits processors for draft rows; None where nothing is to be done.
+    """
+
+    rows: Sequence[int]
+    roots: Sequence[int]
+    limits: Sequence[int]
+    draws: Sequence[Uniforms] | None = None
+    process: DraftProcess | None = None
+
+
+class Proposing(Protocol):
+    """What the engine asks of a method."""
+
+    def admit(self, row: int) -> None: ...
+
+    def observe(self, observations: Sequence[Observation]) -> None: ...
+
+    def propose(self, request: DraftRequest) -> list[CandidateTree]: ...
+
+    def release(self, row: int) -> None: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+
+class Proposer:
+    """One drafter under one builder.
+
+    Args:
+        drafter: gives the laws.
+        builder: ``chain``, ``static_tree``, ``dynamic_tree`` or ``ddtree``, one that fits.
+        settings: sizes; those that the builder needs are given.
+        vocab_size: V of the target.
+    """
+
+    def __init__(
+        self, drafter: Drafter, builder: str, settings: SpeculationConfig, *, vocab_size: int
+    ) -> None:
+        if builder not in _BUILDERS:
+            raise OptionError(unknown_choice("Builder", builder, _BUILDERS))
+        self._drafter = drafter
+        self._builder = _BUILDERS[builder]
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self.builder = builder
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._drafter.info.taps
+
+    def admit(self, row: int) -> None:
+        self._drafter.admit(row)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self._drafter.observe(observations)
+
+    def release(self, row: int) -> None:
+        self._drafter.release(row)
+
+    def propose(self, request: DraftRequest) -> list[CandidateTree]:
+        """A tree for each row; root only where the drafter has nothing or the limit is 0."""
+        if max(request.limits) < 1:
+            return [CandidateTree((root,), (-1,)) for root in request.roots]
+        if self._drafter.info.point_mass:  # nothing to draw and nothing to process
+            request = DraftRequest(request.rows, request.roots, request.limits)
+        return self._builder(self._drafter, self._settings, request, self._vocab_size)
+
+
+class Cascade:
+    """Several proposers: a row takes the tree of the first that has a proposal for it."""
+
+    def __init__(self, members: Sequence[Proposer]) -> None:
+        self._members = tuple(members)
+        taps = sorted({tap for member in members for tap in member.taps})
+        self._taps = tuple(taps)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self._taps
+
+    def admit(self, row: int) -> None:
+        for member in self._members:
+            member.admit(row)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        for member in self._members:
+            member.observe([_with_taps(o, self._taps, member.taps) for o in observations])
+
+    def release(self, row: int) -> None:
+        for member in self._members:
+            member.release(row)
+
+    def propose(self, request: DraftRequest) -> list[CandidateTree]:
+        trees: list[CandidateTree] = []
+        left = list(range(len(request.rows)))
+        found: dict[int, CandidateTree] = {}
+        for member in self._members:
+            if not left:
+                break
+            for slot, tree in zip(left, member.propose(_part(request, left)), strict=True):
+                found[slot] = tree
+            left = [slot for slot in left if not found[slot].num_drafted]
+        trees = [found[slot] for slot in range(len(request.rows))]
+        return trees
+
+
+def _part(request: DraftRequest, slots: Sequence[int]) -> DraftRequest:
+    return DraftRequest(
+        [request.rows[s] for s in slots],
+        [request.roots[s] for s in slots],
+        [request.limits[s] for s in slots],
+        None if request.draws is None else [request.draws[s] for s in slots],
+        request.process,
+    )
+
+
+def _with_taps(
+    observation: Observation, all_taps: tuple[int, ...], wanted: tuple[int, ...]
+) -> Observation:
+    """The observation with only the taps that one member reads, in its order."""
+    if observation.taps is None or wanted == all_taps:
+        return observation
+    picked = observation.taps[:, [all_taps.index(tap) for tap in wanted]] if wanted else None
+    return Observation(observation.row, observation.tokens, observation.hidden, picked)
+
+
+def _chain(
+    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
+) -> list[CandidateTree]:
+    most = _given(settings.num_speculative_tokens)
+    lengths = [min(most, limit) for limit in request.limits]
+    laws = drafter.propose(request.rows, request.roots, max(lengths))
+    return builders.build_chain(
+        request.roots, laws, _expand(drafter), request.rows, lengths=lengths,
+        draws=request.draws, process=request.process, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def _dynamic(
+    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
+) -> list[CandidateTree]:
+    depth = min(_given(settings.tree_depth), max(request.limits))
+    budget = _given(settings.node_budget)
+    laws = drafter.propose(request.rows, request.roots, depth)
+    return builders.build_dynamic_tree(
+        request.roots, laws, _expand(drafter), request.rows,
+        budgets=[budget if limit > 0 else 0 for limit in request.limits], max_depth=depth,
+        top_k=_given(settings.tree_top_k), process=request.process, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def _ddtree(
+    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
+) -> list[CandidateTree]:
+    depth = min(_given(settings.tree_depth), max(request.limits))
+    budget = _given(settings.node_budget)
+    laws = drafter.propose(request.rows, request.roots, depth)
+    return builders.build_ddtree(
+        request.roots, laws, _expand(drafter), request.rows,
+        budgets=[budget if limit > 0 else 0 for limit in request.limits], max_depth=depth,
+        process=request.process, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def _static(
+    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
+) -> list[CandidateTree]:
+    depth = min(_given(settings.tree_depth), max(request.limits))
+    shape = static_shape(settings, depth)
+    laws = drafter.propose(request.rows, request.roots, depth)
+    if request.draws is not None:
+        return builders.build_sampled_tree(
+            request.roots, laws, _expand(drafter), request.rows, shape=shape,
+            draws=request.draws, process=request.process, vocab_size=vocab_size,
+        )  # fmt: skip
+    return builders.build_static_tree(
+        request.roots, laws, _expand(drafter), request.rows, shape=shape,
+        process=request.process, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+def static_shape(settings: SpeculationConfig, depth: int) -> TreeShape:
+    """The fixed tree of a node budget and depth, for ranks of typical accuracy."""
+    top_k = _given(settings.tree_top_k)
+    ranks = [_TYPICAL_ACCURACIES[min(r, 3)] * 0.5 ** max(0, r - 3) for r in range(top_k)]
+    return fit_shape([ranks] * depth, _given(settings.node_budget))
+
+
+def _expand(drafter: Drafter) -> builders.Expand | None:
+    return drafter.expand if drafter.info.expansion == "forward" else None
+
+
+def _given(value: int | None) -> int:
+    assert value is not None, "a setting that the builder needs was not resolved"
+    return value
+
+
+_BUILDERS = {"chain": _chain, "dynamic_tree": _dynamic, "ddtree": _ddtree, "static_tree": _static}

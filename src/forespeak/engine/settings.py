@@ -1,0 +1,151 @@
+"""From what a user asked of a method to settings with every default filled in, or a refusal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from forespeak.drafters.table import METHODS, MethodEntry
+from forespeak.errors import OptionError, unknown_choice
+from forespeak.types import SpeculationConfig
+
+_BUILDER_SETTINGS = {
+    "chain": ("num_speculative_tokens",),
+    "static_tree": ("node_budget", "tree_depth", "tree_top_k"),
+    "dynamic_tree": ("node_budget", "tree_depth", "tree_top_k"),
+    "ddtree": ("node_budget", "tree_depth"),
+}
+_DRAWN_BUILDERS = ("chain", "static_tree")  # the others choose their nodes by the laws
+_LOOKUP_SETTINGS = ("lookup_min", "lookup_max")
+DRAFT_SAMPLING = ("greedy", "probabilistic")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One method of a cascade, resolved."""
+
+    config: SpeculationConfig
+    builder: str
+    point_mass: bool
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration with its defaults.
+
+    Attributes:
+        shown: for people: what was asked, and the defaults where there is one method only.
+        members: the methods in order; none for plain decoding.
+    """
+
+    shown: SpeculationConfig
+    members: tuple[Member, ...]
+
+
+def resolve(asked: SpeculationConfig) -> Resolved:
+    """Fill in the defaults.
+
+    Raises:
+        OptionError: an unknown method or builder, a setting that no method takes, or one out of
+            range.
+    """
+    names = asked.method.split("+")
+    entries = [_entry(name) for name in names]
+    _refuse_impossible_cascade(asked.method, names)
+    if asked.draft_sampling not in (None, *DRAFT_SAMPLING):
+        raise OptionError(unknown_choice("Draft sampling", asked.draft_sampling, DRAFT_SAMPLING))
+    members = [_member(entry, asked) for entry in entries if entry.builders]
+    _refuse_without_effect(asked, members, entries)
+    sampling = asked.draft_sampling or "greedy"
+    shown = members[0].config if len(members) == 1 else asked
+    shown = replace(shown, method=asked.method, draft_sampling=sampling, rule=asked.rule)
+    if sampling == "probabilistic":
+        _check_drawn(members)
+    return Resolved(shown, tuple(members))
+
+
+def _entry(name: str) -> MethodEntry:
+    available = [key for key, entry in METHODS.items() if entry.available]
+    if name not in METHODS:
+        raise OptionError(unknown_choice("Method", name, available))
+    if not METHODS[name].available:
+        raise OptionError(
+            f"Method {name!r} is planned and not in this version; allowed: {', '.join(available)}. "
+            "See `forespeak methods`."
+        )
+    return METHODS[name]
+
+
+def _refuse_impossible_cascade(method: str, names: list[str]) -> None:
+    if len(names) == 1:
+        return
+    if len(set(names)) < len(names) or any(not METHODS[name].builders for name in names):
+        raise OptionError(
+            f"Cascade {method!r} names a method twice or one that drafts nothing; allowed: "
+            "different drafting methods joined with +, such as ngram+draft_model."
+        )
+    never = [name for name in names[:-1] if not METHODS[name].info.point_mass]
+    if never:
+        raise OptionError(
+            f"In cascade {method!r} nothing after {never[0]!r} would ever be asked, because "
+            f"{never[0]!r} always has a proposal; put look-up first, such as ngram+{never[0]}."
+        )
+
+
+def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
+    builder = entry.builders[0]
+    if asked.builder is not None and len(entry.builders) > 1:
+        if asked.builder not in entry.builders:
+            raise OptionError(
+                unknown_choice(f"Builder for {entry.name}", asked.builder, entry.builders)
+            )
+        builder = asked.builder
+    values: dict[str, str | int | None] = {}
+    for name in _settings_of(entry, builder):
+        given = getattr(asked, name)
+        values[name] = entry.defaults.get(name) if given is None else given
+        _check_positive(name, values[name])
+    config = SpeculationConfig(method=entry.name, builder=builder, **values)  # type: ignore[arg-type]
+    return Member(config, builder, entry.info.point_mass)
+
+
+def _settings_of(entry: MethodEntry, builder: str) -> tuple[str, ...]:
+    names = _BUILDER_SETTINGS[builder]
+    names += tuple(name for name in _LOOKUP_SETTINGS if name in entry.defaults)
+    return (*names, "drafter") if entry.info.trained else names
+
+
+def _check_positive(name: str, value: str | int | None) -> None:
+    if isinstance(value, int) and value < 1:
+        raise OptionError(f"{name} is {value}; allowed: 1 or more.")
+
+
+def _refuse_without_effect(
+    asked: SpeculationConfig, members: list[Member], entries: list[MethodEntry]
+) -> None:
+    """Law 9: a setting is honoured or refused."""
+    taken = {"method"}
+    for member, entry in zip(members, [e for e in entries if e.builders], strict=True):
+        taken |= set(_settings_of(entry, member.builder))
+        taken |= (
+            {"builder"} if len(entry.builders) > 1 or asked.builder in entry.builders else set()
+        )
+        taken |= {"draft_sampling"} if not member.point_mass else set()
+        taken |= {"rule"}
+    for name, value in vars(asked).items():
+        if value is not None and name not in taken:
+            shown = members[0].builder if len(members) == 1 else "these builders"
+            place = f"{asked.method} under {shown}" if members else asked.method
+            raise OptionError(
+                f"{name}={value} has no effect on {place}; allowed: "
+                f"{', '.join(sorted(taken - {'method'})) or 'no setting'}. Leave it out."
+            )
+
+
+def _check_drawn(members: list[Member]) -> None:
+    for member in members:
+        if not member.point_mass and member.builder not in _DRAWN_BUILDERS:
+            raise OptionError(
+                f"Draft sampling 'probabilistic' and builder {member.builder!r} exclude each other "
+                f"(it chooses nodes by their probability); allowed: {', '.join(_DRAWN_BUILDERS)}, "
+                "or draft sampling 'greedy'."
+            )
