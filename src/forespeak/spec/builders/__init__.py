@@ -7,7 +7,7 @@ step is asked for all rows of a level in one call.
 from __future__ import annotations
 
 from forespeak.spec.builders.chain import build_chain
-from forespeak.spec.builders.ddtree import build_ddtree
+from forespeak.spec.builders.ddtree import build_ddtree, prepare
 from forespeak.spec.builders.dynamic import build_dynamic_tree
 from forespeak.spec.builders.source import DraftNode, DraftPath, DraftProcess, Expand, LawSource
 from forespeak.spec.builders.static import (
@@ -30,4 +30,5 @@ __all__ = [
     "build_sampled_tree",
     "build_static_tree",
     "fit_shape",
+    "prepare",
 ]

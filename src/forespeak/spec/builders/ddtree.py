@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from forespeak.spec.builders.ddtree_levels import search_levels
 from forespeak.spec.builders.source import DraftProcess, Expand, LawSource
 from forespeak.spec.builders.top import scan, top_log_probs
 from forespeak.spec.tree import CandidateTree
-from forespeak.types import Laws
+from forespeak.types import DenseLaws, Laws
 
 _FIRST_WIDTH = 16  # tokens of each law that are sorted at first; few trees need more at any depth
 _WIDEN = 4
@@ -66,6 +67,15 @@ def build_ddtree(
         plant(root, row, budget, source.token_ids)
         for root, row, budget in zip(roots, logits, budgets, strict=True)
     ]
+
+
+def prepare() -> None:
+    """Gets the compiled loops of the tree builders ready, so that no round waits for them.
+
+    The first time on a machine this compiles for several seconds; later it reads numba's cache in
+    under one.
+    """
+    build_ddtree([0], DenseLaws(torch.zeros(1, 1, 2)), None, [0], budgets=[1])
 
 
 def _plant_fast(root: int, logits: Tensor, budget: int, token_ids: Tensor | None) -> CandidateTree:
