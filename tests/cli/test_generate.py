@@ -85,6 +85,8 @@ def test_settings_reach_the_engine(forespeak: Command, llm: Any, monkeypatch: py
         seen.append(self.speculation)
 
     monkeypatch.setattr(llm, "__init__", recorded)
+    # No method takes all of them; what is refused is the engine's business and tested there.
+    monkeypatch.setattr("forespeak.engine.settings.resolve", lambda config: config)
     flags = {
         "method": "ngram",
         "drafter": "truncate:3",
@@ -130,6 +132,7 @@ def flag(name: str) -> str:
         (["generate", "x", "--max-new-tokens", "many"], "--max-new-tokens"),
         (["generate", "x", "--temperature", "-1"], "temperature is -1.0; allowed: numbers from 0"),
         (["generate", "x", "--temperature", "nan"], "temperature is nan"),
+        (["generate", "x", "--method", "ngram", "--tree-depth", "3"], "tree_depth=3 has no effect"),
         (["generate", "x", "--logit-bias", "5"], "--logit-bias '5' is not ID=V"),
         (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], "names token 5 twice"),
         (["generate", "x", "--logprobs", "2"], "--logprobs shows in the JSON object only"),

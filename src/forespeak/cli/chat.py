@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forespeak.cli import consoles
-from forespeak.cli.choice import check_method
 from forespeak.cli.controls import ControlOptions, SamplingOptions, sampling_params
-from forespeak.cli.engine import open_llm, open_target
+from forespeak.cli.engine import check, open_llm, open_target
 from forespeak.cli.generate import record, summary
 from forespeak.cli.options import (
     MethodOptions,
@@ -37,10 +36,11 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Talk with the model; every answer streams. /help says what else there is."""
-    check_method(method.method)
+    config = settings.config(method.method)
+    check(config)
     params = sampling_params(sampling, controls)
     model = open_target(target)
-    talk = Talk(open_llm(model, settings.config(method.method)), params)
+    talk = Talk(open_llm(model, config), params)
     consoles.say(f"{model.description}, {method.method}. {HELP}", style="dim")
     while True:
         line = read_line()

@@ -14,7 +14,7 @@ from forespeak.bench.compare import compare as run_comparison
 from forespeak.bench.prompts import Prompt
 from forespeak.cli import choice, consoles
 from forespeak.cli.controls import ControlOptions, SamplingOptions, sampling_params
-from forespeak.cli.engine import EngineRunner, open_llm, open_target, peak_memory_meter
+from forespeak.cli.engine import EngineRunner, check, open_llm, open_target, peak_memory_meter
 from forespeak.cli.options import (
     OutputOptions,
     PromptOptions,
@@ -57,6 +57,8 @@ def compare(
     params = sampling_params(sampling, controls)
     names = choice.available() if methods == ALL else choice.split_list(methods)
     configs = choice.configure(names, settings)
+    for config in configs:
+        check(config)
     chosen = prompts.read()
     model = open_target(target)
     if methods == ALL:

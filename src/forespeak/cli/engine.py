@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from forespeak.engine.llm import LLM, Target
 
 
+def check(config: SpeculationConfig) -> None:
+    """Refuse settings that a method does not take, before anything is loaded."""
+    from forespeak.engine.settings import resolve  # imports no torch
+
+    resolve(config)
+
+
 def open_target(options: TargetOptions) -> Target:
     """Load the target and say, once, what there is to know about it."""
     with consoles.waiting(f"Loading {options.target}"):

@@ -12,9 +12,8 @@ from forespeak.bench.compare import decode_speed
 from forespeak.bench.prompts import decode, read_text
 from forespeak.bench.report import number
 from forespeak.cli import consoles
-from forespeak.cli.choice import check_method
 from forespeak.cli.controls import ControlOptions, SamplingOptions, sampling_params
-from forespeak.cli.engine import open_llm, open_target
+from forespeak.cli.engine import check, open_llm, open_target
 from forespeak.cli.options import (
     MethodOptions,
     OutputOptions,
@@ -48,14 +47,15 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Continue a prompt; the text streams to standard output."""
-    check_method(method.method)
+    config = settings.config(method.method)
+    check(config)
     if logprobs is not None and not output.json:
         raise OptionError(
             "--logprobs shows in the JSON object only; add --json or leave --logprobs out."
         )
     params = sampling_params(sampling, controls, logprobs=logprobs)
     text = prompt_text(prompt, file)
-    llm = open_llm(open_target(target), settings.config(method.method))
+    llm = open_llm(open_target(target), config)
     answer = llm.generate(
         text, params, raw=raw.raw, on_text=None if output.json else consoles.write
     )
