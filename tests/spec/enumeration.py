@@ -29,7 +29,7 @@ from forespeak.spec.builders import DraftPath
 from forespeak.spec.tree import CandidateTree
 from forespeak.spec.uniforms import Uniforms
 from forespeak.spec.verify import Rule
-from forespeak.types import DenseLaws, Frontier, Verdict
+from forespeak.types import DenseLaws, Frontier
 
 Law = NDArray[np.float64]
 Path = tuple[int, ...]
@@ -44,31 +44,46 @@ ROOT = 0  # token of every root; no law depends on it
 class Branch:
     """A source of decisions that follows a script and then takes the first possible answers.
 
+    Args:
+        script: answers to give first.
+        named: tokens that ``choose`` answers one by one. All others are answered together by -1,
+            which no tree holds; what a rule does with a token it cannot find is the same for all.
+            None names every token.
+
     Attributes:
         probability: of the answers given so far.
         open: scripts of the answers that were not taken.
-        final_law: with ``defer``, the law that the last ``choose`` was asked about.
+        rest: after the answer -1, the law of the token that it stands for.
     """
 
-    def __init__(self, script: Sequence[int], *, defer: bool) -> None:
-        self._script, self._defer = tuple(script), defer
+    def __init__(self, script: Sequence[int], named: list[int] | None) -> None:
+        self._script, self._named = tuple(script), named
         self._given: list[int] = []
         self.probability = 1.0
         self.open: list[tuple[int, ...]] = []
-        self.final_law: Law | None = None
+        self.rest: Law | None = None
 
     def accept(self, probability: float) -> bool:
         probability = min(max(probability, 0.0), 1.0)
         return self._answer({1: probability, 0: 1.0 - probability}) == 1
 
     def choose(self, law: Tensor) -> int:
+        assert self.rest is None, "the rule went on after a token that is in no tree"
         weights = law.numpy()
         weights = weights / weights.sum()
-        if self._defer:
-            assert self.final_law is None, "a rule that chooses last has chosen twice"
-            self.final_law = weights
+        if self._named is None:
+            return self._answer(dict(enumerate(weights.tolist())))
+        if not self._named:
+            self.rest = weights
             return -1
-        return self._answer(dict(enumerate(weights.tolist())))
+        rest = weights.copy()
+        rest[self._named] = 0.0
+        left = float(rest.sum())
+        options = {token: float(weights[token]) for token in self._named}
+        token = self._answer({**options, -1: left})
+        if token == -1:
+            self.rest = rest / left
+        return token
 
     def _answer(self, options: dict[int, float]) -> int:
         possible = [option for option, weight in options.items() if weight > 0]
@@ -84,21 +99,34 @@ class Branch:
 
 
 def explore(
-    run: Callable[[Uniforms], T], *, defer: bool = False
+    run: Callable[[Uniforms], T], *, named: list[int] | None = None
 ) -> Iterator[tuple[float, T, Law | None]]:
     """Runs once for every way in which its questions can be answered.
 
-    With ``defer`` tokens are not enumerated: ``choose`` gives -1 and its law is handed over.
-
     Yields:
-        probability, what ``run`` returned, deferred law.
+        probability, what ``run`` returned, and where its last token was -1 the law of that token;
+        see :class:`Branch` for ``named``.
     """
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
-        branch = Branch(scripts.pop(), defer=defer)
+        branch = Branch(scripts.pop(), named)
         result = run(branch)
         scripts += branch.open
-        yield branch.probability, result, branch.final_law
+        yield branch.probability, result, branch.rest
+
+
+def explore_rule(
+    rule: Rule, tree: CandidateTree, p: Tensor
+) -> Iterator[tuple[float, tuple[int, ...], Law]]:
+    """Everything that a rule can decide about a tree.
+
+    Yields:
+        probability, accepted nodes from the root on, law of the bonus [V].
+    """
+    named: list[int] = [] if rule.chooses_last else sorted(set(tree.tokens[1:]))
+    for weight, verdict, rest in explore(partial(rule.verify, tree, p), named=named):
+        assert (verdict.bonus == -1) == (rest is not None), verdict
+        yield weight, verdict.path, np.eye(p.shape[1])[verdict.bonus] if rest is None else rest
 
 
 @dataclass
@@ -224,12 +252,9 @@ def output_laws(
     for drawn, tree, _ in explore(build):
         p = target_laws(target, tree)
         for rule in rules:
-            verify = partial(rule.verify, tree, p)
-            for decided, verdict, final in explore(verify, defer=rule.chooses_last):
-                weight = drawn * decided
-                path = tuple(tree.tokens[node] for node in verdict.path[1:])
-                bonus = _bonus_law(verdict, final, target.vocab_size)
-                _add(laws[rule.name], target, weight, path, bonus)
+            for decided, nodes, bonus in explore_rule(rule, tree, p):
+                path = tuple(tree.tokens[node] for node in nodes[1:])
+                _add(laws[rule.name], target, drawn * decided, path, bonus)
     return laws
 
 
@@ -242,17 +267,11 @@ def emissions(target: RandomTables, build: Build, rule: Rule) -> dict[Path, floa
     """Law of what one round emits: accepted tokens and the bonus, as sequences."""
     law: dict[Path, float] = defaultdict(float)
     for drawn, tree, _ in explore(build):
-        verify = partial(rule.verify, tree, target_laws(target, tree))
-        for decided, verdict, final in explore(verify, defer=rule.chooses_last):
-            path = tuple(tree.tokens[node] for node in verdict.path[1:])
-            bonus = _bonus_law(verdict, final, target.vocab_size)
+        for decided, nodes, bonus in explore_rule(rule, tree, target_laws(target, tree)):
+            path = tuple(tree.tokens[node] for node in nodes[1:])
             for token in np.flatnonzero(bonus).tolist():
                 law[(*path, token)] += drawn * decided * float(bonus[token])
     return dict(law)
-
-
-def _bonus_law(verdict: Verdict, final: Law | None, vocab_size: int) -> Law:
-    return np.eye(vocab_size)[verdict.bonus] if final is None else final
 
 
 def _add(law: Law, target: RandomTarget, weight: float, path: Path, bonus: Law) -> None:

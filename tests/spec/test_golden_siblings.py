@@ -16,13 +16,12 @@ from forespeak.spec.builders import (
     build_static_tree,
 )
 from forespeak.spec.tree import CandidateTree
-from forespeak.spec.uniforms import Uniforms
 from forespeak.spec.verify import RULES, Rule
-from forespeak.types import Verdict
 from tests.spec.enumeration import (
     ROOT,
     TableDrafter,
     explore,
+    explore_rule,
 )
 from tests.spec.golden_data import Case, cases, load, rows
 from tests.spec.stored_laws import OneLaw, repeated
@@ -123,19 +122,13 @@ def _sibling_law(case: Case, kind: str, rule: Rule) -> tuple[Tensor, float]:
     p = case.tensors["p"]
     output, accepted = torch.zeros_like(p), 0.0
     for drawn, tree in _sibling_builds(case, kind):
-
-        def verify(source: Uniforms, tree: CandidateTree = tree) -> Verdict:
-            return rule.verify(tree, repeated(p, len(tree)), source)
-
-        for decided, verdict, final in explore(verify, defer=rule.chooses_last):
+        for decided, nodes, bonus in explore_rule(rule, tree, repeated(p, len(tree))):
             weight = drawn * decided
-            if verdict.num_accepted:
+            if len(nodes) > 1:
                 accepted += weight
-                output[tree.tokens[verdict.path[1]]] += weight
-            elif final is None:
-                output[verdict.bonus] += weight
+                output[tree.tokens[nodes[1]]] += weight
             else:
-                output += weight * torch.from_numpy(final)
+                output += weight * torch.from_numpy(bonus)
     return output, accepted
 
 
@@ -186,15 +179,11 @@ def test_laws_of_wrong_rules(folder: Path | None) -> None:
     output = torch.zeros_like(q)
     for drawn, tree in _sibling_builds(case, "without_replacement"):
         stale = CandidateTree(tree.tokens, tree.parents, q.expand(len(tree), -1))
-
-        def verify(source: Uniforms, tree: CandidateTree = stale) -> Verdict:
-            return RULES["siblings"].verify(tree, repeated(case.tensors["p"], len(tree)), source)
-
-        for decided, verdict, final in explore(verify, defer=True):
-            assert final is not None
-            if verdict.num_accepted:
-                output[tree.tokens[verdict.path[1]]] += drawn * decided
+        p = repeated(case.tensors["p"], len(tree))
+        for decided, nodes, bonus in explore_rule(RULES["siblings"], stale, p):
+            if len(nodes) > 1:
+                output[tree.tokens[nodes[1]]] += drawn * decided
             else:
-                output += drawn * decided * torch.from_numpy(final)
+                output += drawn * decided * torch.from_numpy(bonus)
     stored = case.tensors["wrong_q_not_updated.output_law"]
     torch.testing.assert_close(output, stored, atol=EXACT, rtol=0)
