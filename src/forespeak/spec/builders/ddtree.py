@@ -43,7 +43,7 @@ def build_ddtree(
     """The N most probable prefixes of each row, most probable first, with their scores.
 
     Probabilities are the draft's own at temperature 1 (after ``process`` if given). Equal ones go
-    by the smaller rank path, ranks within a law by the lower token id. A tree for a smaller budget
+    by the smaller rank path, ranks within a law by the lower draft id. A tree for a smaller budget
     is the beginning of that for a larger one. Impossible tokens never become nodes.
 
     Args:
