@@ -104,6 +104,8 @@ def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
         given = getattr(asked, name)
         values[name] = entry.defaults.get(name) if given is None else given
         _check_positive(name, values[name])
+    _check_lookup(values)
+    _check_drafter(values)
     config = SpeculationConfig(method=entry.name, builder=builder, **values)  # type: ignore[arg-type]
     return Member(config, builder, entry.info.point_mass)
 
@@ -117,6 +119,26 @@ def _settings_of(entry: MethodEntry, builder: str) -> tuple[str, ...]:
 def _check_positive(name: str, value: str | int | None) -> None:
     if isinstance(value, int) and value < 1:
         raise OptionError(f"{name} is {value}; allowed: 1 or more.")
+
+
+def _check_lookup(values: dict[str, str | int | None]) -> None:
+    least, most = values.get("lookup_min"), values.get("lookup_max")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        raise OptionError(
+            f"lookup_min is {least} and lookup_max is {most}; allowed: lookup_min up to "
+            "lookup_max. Lower the one or raise the other."
+        )
+
+
+def _check_drafter(values: dict[str, str | int | None]) -> None:
+    name = values.get("drafter")
+    if isinstance(name, str) and name.startswith("truncate:"):
+        number = name.removeprefix("truncate:")
+        if not number.isdigit() or int(number) < 1:
+            raise OptionError(
+                f"Drafter {name!r} has no number of layers; allowed: truncate:N with N of 1 or "
+                "more, below the target's number of layers, such as truncate:10."
+            )
 
 
 def _refuse_without_effect(

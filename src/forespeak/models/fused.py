@@ -23,6 +23,7 @@ from forespeak.models.row_kernels import (
     norm_row,
     product,
     quantize_rows,
+    quantize_tile_rows,
     rotate_append,
 )
 from forespeak.models.simd import BLOCK, LANES
@@ -185,3 +186,12 @@ def run_layers(
                     hidden, True)  # fmt: skip
         add_bias(hidden, down.bias[i])
         _tap(hidden, i, tap_layers, taps)
+
+
+@njit(parallel=True, cache=True)
+def quantize_tiles(threads: int, weight: Array, tiles: Array, scale: Array, first_row: int) -> None:
+    """``quantize_tile_rows`` over all rows."""
+    rows = weight.shape[0]
+    for part in prange(threads):
+        quantize_tile_rows(weight, tiles, scale, first_row,
+                           rows * part // threads, rows * (part + 1) // threads)  # fmt: skip

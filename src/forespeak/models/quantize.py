@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
 
 from forespeak.errors import CheckpointError
+from forespeak.models.fused import quantize_tiles
 from forespeak.models.int8_layout import Array, Matrix
 from forespeak.models.simd import BLOCK, LANES
 
@@ -33,13 +35,21 @@ def quantize_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     weight = weight.float()
     top = weight.abs().amax(dim=1)
     if not bool(torch.isfinite(top).all()):
-        raise CheckpointError(
-            "A weight to be quantised is not finite; int8 needs finite weights. "
-            "Check the checkpoint, or use --dtype float32 to see where it goes wrong."
-        )
+        raise _not_finite()
     scale = top / 127
     steps = weight / torch.where(scale > 0, scale, torch.ones_like(scale))[:, None]
     return steps.round_().to(torch.int8), scale
+
+
+def _not_finite() -> CheckpointError:
+    return CheckpointError(
+        "A weight to be quantised is not finite; int8 needs finite weights. "
+        "Check the checkpoint, or use --dtype float32 to see where it goes wrong."
+    )
+
+
+def _threads() -> int:
+    return int(numba.get_num_threads())
 
 
 def tile(q: Tensor) -> Tensor:
@@ -47,11 +57,6 @@ def tile(q: Tensor) -> Tensor:
     n, k = q.shape
     shifted = (q.to(torch.int16) + 128).to(torch.uint8)
     return shifted.view(n // LANES, LANES, k // 4, 4).permute(0, 2, 1, 3).contiguous().view(-1)
-
-
-def _pad(weight: Tensor, rows: int, columns: int) -> Tensor:
-    n, k = weight.shape
-    return torch.nn.functional.pad(weight, (0, columns - k, 0, rows - n))
 
 
 class MatrixBuilder:
@@ -76,7 +81,8 @@ class MatrixBuilder:
     ) -> None:
         self._parts = [padded(p) if pad_parts else p for p in parts]
         self._rows, self._columns = padded(sum(self._parts)), padded(num_inputs)
-        self._weight = torch.empty((num_layers, self._rows * self._columns), dtype=torch.uint8)
+        size = self._rows * self._columns
+        self._weight = torch.full((num_layers, size), 128, dtype=torch.uint8)  # 128 stands for 0
         self._scale = torch.zeros((num_layers, self._rows))
         self._bias = torch.zeros((num_layers, self._rows if bias else 0))
 
@@ -84,16 +90,23 @@ class MatrixBuilder:
         self, layer: int, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = ()
     ) -> None:
         """Weights (and biases) of the parts, in order; a missing bias counts as zero."""
-        pairs = zip(weights, self._parts, strict=True)
-        stacked = torch.cat([_pad(w.float(), rows, w.shape[1]) for w, rows in pairs])
-        q, scale = quantize_channels(_pad(stacked, self._rows, self._columns))
-        self._weight[layer] = tile(q)
-        self._scale[layer] = scale
+        at = 0
+        for weight, rows in zip(weights, self._parts, strict=True):
+            self._quantize(layer, at, weight)
+            at += rows
         at = 0
         for rows, bias in zip(self._parts, biases, strict=False):
             if bias is not None:
                 self._bias[layer, at : at + bias.shape[0]] = bias.float()
             at += rows
+
+    def _quantize(self, layer: int, first_row: int, weight: Tensor) -> None:
+        tiles = self._weight[layer].view(-1, self._columns // 4, LANES, 4)
+        values = weight.float().contiguous().numpy()
+        scale = self._scale[layer]
+        quantize_tiles(_threads(), values, tiles.numpy(), scale.numpy(), first_row)
+        if not bool(torch.isfinite(scale[first_row : first_row + len(values)]).all()):
+            raise _not_finite()
 
     def build(self) -> Matrix:
         return Matrix(self._weight.numpy(), self._scale.numpy(), self._bias.numpy())
