@@ -141,8 +141,11 @@ class DraftModelDrafter(Drafter):
             positions += self._positions(number, len(new), mask)
             tokens += new
             ends.append(len(tokens) - 1)
+        # The target's head may be wider, with padding ids that no tokenizer writes and that this
+        # model has no embedding for; any other token is as good a guess there.
+        ids = torch.tensor(tokens).clamp_max(self._model.config.vocab_size - 1)
         output = self._model.forward(
-            torch.tensor(tokens), torch.tensor(positions), self._cache, segments,
+            ids, torch.tensor(positions), self._cache, segments,
             logits_at=None if all_logits else torch.tensor(ends),
         )  # fmt: skip
         if commit:
