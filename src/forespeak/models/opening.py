@@ -133,9 +133,10 @@ def check_same_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
     if ours.vocabulary_digest() == theirs.vocabulary_digest():
         return
     mine, other = ours.vocab(), theirs.vocab()
-    differing = sum(other.get(token) != token_id for token, token_id in mine.items())
+    tokens = mine.keys() | other.keys()
+    differing = sum(mine.get(token) != other.get(token) for token in tokens)
     raise ModelError(
         f"The draft model {draft.description} has another vocabulary than the target "
-        f"{target.description}: {differing} of {len(mine)} tokens have another id or none. "
+        f"{target.description}: {differing} of {len(tokens)} tokens have another id or none. "
         "A draft model must have the target's tokenizer; choose one of the same family."
     )
