@@ -78,7 +78,7 @@ class Target:
         Raises:
             PromptError: it is empty, too long, or the model cannot take such a prompt.
         """
-        ids = self._ids(prompt, raw=raw)
+        ids = self._ids(prompt, raw=raw) if prompt else []
         if not ids:
             raise PromptError("The prompt is empty; give at least one character.")
         if len(ids) >= self.context_length:
