@@ -101,7 +101,7 @@ class ScriptedDrafter(Drafter):
         place = len(self.observed[row]) + 1 + depth
         known = self.known[place] if place < len(self.known) else 0
         chance = float(torch.rand((), generator=self._generator))
-        logits[known] = float("-inf")
+        logits[known] = -20  # not impossible: a grammar may leave no other
         best = known if chance < self._right else int(logits.argmax())
         top = float(logits.max())
         if 0 < self._right <= chance < (1 + self._right) / 2:
