@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +258,7 @@ def _is_byte_token(token: str | None) -> bool:
     return token is not None and len(token) == 6 and token.startswith("<0x") and token[-1] == ">"
 
 
+@cache  # every text starts a stream; building the table takes longer than a round
 def _byte_alphabet() -> dict[str, int]:
     """The character that stands for each byte in byte-level vocabularies, reversed.
 
