@@ -70,13 +70,14 @@ class LLM:
             lookup_max=lookup_max, draft_sampling=draft_sampling, rule=rule,
         )  # fmt: skip
         resolved = resolve(asked)  # refuses before anything is loaded
+        self.speculation = resolved.shown
+        self._members = resolved.members
+        self._rules(SamplingParams())  # and so does a rule that cannot verify such drafts
         if isinstance(target, Target):
             _refuse_target_options(dtype, device, threads)
             self.target = target
         else:
             self.target = load_target(target, dtype=dtype, device=device, threads=threads)
-        self.speculation = resolved.shown
-        self._members = resolved.members
         self._proposer = self._open_proposer()
         self.builder = "+".join(member.builder for member in self._members) or "none"
         names = [member.config.drafter for member in self._members if member.config.drafter]

@@ -10,25 +10,25 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from forespeak.models.int8_layout import Array, Shape
+from forespeak.models.kernel_cache import kernel
 from forespeak.models.row_kernels import REDUCE
-from forespeak.models.simd import (
+from forespeak.models.simd import LANES, exp_tile
+from forespeak.models.simd_attention import (
     KEYS_PER_TILE,
-    LANES,
-    exp_tile,
     score_tile_1,
     score_tile_4,
     weigh_values_16,
     weigh_values_64,
+    weigh_values_64_of_4,
 )
 
 _MOST_QUERIES = 64  # taken together; bounds the scratch memory
 _F0, _F1 = np.float32(0), np.float32(1)
 
 
-@njit(cache=True, fastmath=REDUCE)
+@kernel(fastmath=REDUCE)
 def _sum(x: Array, at: int, n: int) -> Any:
     total = _F0
     for i in range(n):
@@ -36,7 +36,7 @@ def _sum(x: Array, at: int, n: int) -> Any:
     return total
 
 
-@njit(cache=True, fastmath=REDUCE)
+@kernel(fastmath=REDUCE)
 def _max(x: Array, at: int, n: int) -> Any:
     top = x[at]
     for i in range(n):
@@ -44,7 +44,7 @@ def _max(x: Array, at: int, n: int) -> Any:
     return top
 
 
-@njit(cache=True)
+@kernel()
 def _score(
     queries: Array, query_at: Array, dim: int, keys: Array, keys_at: int, end: int, scores: Array
 ) -> None:
@@ -64,21 +64,51 @@ def _score(
             i += 1
 
 
-@njit(cache=True)
+@kernel()
 def _weigh(
     weights: Array, w_at: int, values: Array, v_at: int, stride: int, n: int, out: Array, o_at: int
 ) -> None:
     """out[o_at : o_at + stride] += sum of n value vectors, in order."""
     part = 0
     while part + 64 <= stride:
-        weigh_values_64(weights, w_at, values, v_at + part, stride, n, out, o_at + part)
+        weigh_values_64(weights, w_at, 0, values, v_at + part, stride, n, out, o_at + part, 0)
         part += 64
     while part < stride:
-        weigh_values_16(weights, w_at, values, v_at + part, stride, n, out, o_at + part)
+        weigh_values_16(weights, w_at, 0, values, v_at + part, stride, n, out, o_at + part, 0)
         part += LANES
 
 
-@njit(cache=True)
+@kernel()
+def _weigh_tile(
+    scores: Array, first: Array, last: Array, tokens: Array, values: Array, values_at: int,
+    stride: int, tile: int, out: Array,
+) -> None:  # fmt: skip
+    """The keys of one tile for all queries. Four queries that see all of it go together."""
+    count, width = tokens.shape[0], scores.shape[1]
+    end = tile + KEYS_PER_TILE
+    i = 0
+    while i < count:
+        together = stride % 64 == 0 and i + 4 <= count
+        if together:
+            for m in range(4):
+                t = tokens[i + m]
+                together = together and first[t] <= tile and last[t] >= end
+        if together:
+            for part in range(0, stride, 64):
+                weigh_values_64_of_4(
+                    scores, i * width + tile, width, values, values_at + tile * stride + part,
+                    stride, KEYS_PER_TILE, out, i * stride + part, stride,
+                )  # fmt: skip
+            i += 4
+            continue
+        begin, stop = max(tile, first[tokens[i]]), min(end, last[tokens[i]])
+        if begin < stop:
+            _weigh(scores, i * width + begin, values, values_at + begin * stride, stride,
+                   stop - begin, out, i * stride)  # fmt: skip
+        i += 1
+
+
+@kernel()
 def _softmax(scores: Array, first: int, last: int, extra: Array) -> Any:
     """Weights of one query in place, not normalised; returns what to multiply the result with.
 
@@ -93,7 +123,7 @@ def _softmax(scores: Array, first: int, last: int, extra: Array) -> Any:
     return _F1 / _sum(scores, first, n)
 
 
-@njit(cache=True)
+@kernel()
 def _attend_together(
     queries: Array, query_at: Array, dim: int, keys: Array, keys_at: int, values: Array,
     values_at: int, tokens: Array, first: Array, last: Array, extra_at: Array, extra: Array,
@@ -122,11 +152,7 @@ def _attend_together(
             out[i, j] = _F0
     tile = lowest // KEYS_PER_TILE * KEYS_PER_TILE
     while tile < highest:
-        for i in range(count):
-            begin, stop = max(tile, first[tokens[i]]), min(tile + KEYS_PER_TILE, last[tokens[i]])
-            if begin < stop:
-                _weigh(scores, i * width + begin, values, values_at + begin * stride, stride,
-                       stop - begin, out, i * stride)  # fmt: skip
+        _weigh_tile(scores, first, last, tokens, values, values_at, stride, tile, out)
         tile += KEYS_PER_TILE
     for i in range(count):
         t = tokens[i]
@@ -138,7 +164,7 @@ def _attend_together(
             out[i, j] *= scale[i]
 
 
-@njit(cache=True)
+@kernel()
 def attend(
     qkv: Array, keys: Array, values: Array, shape: Shape, rows: Array, first: Array, last: Array,
     extra_at: Array, extra: Array, mixed: Array, first_query: int, last_query: int,

@@ -12,10 +12,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
 from forespeak.models.attention_kernels import attend
 from forespeak.models.int8_layout import Array, LayerStack, Plan, Shape, Workspace
+from forespeak.models.kernel_cache import kernel
 from forespeak.models.row_kernels import (
     add_bias,
     gate_quantize,
@@ -31,7 +32,7 @@ from forespeak.models.simd import BLOCK, LANES
 _SERIAL_ROWS = 3  # up to so many tokens, splitting small work over threads costs more
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def multiply(
     portable: Any, threads: int, x: Array, weight: Array, channel_scale: Array, out: Array
 ) -> None:
@@ -47,7 +48,7 @@ def multiply(
                 tiles * part // threads, tiles * (part + 1) // threads)  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def norm_rows(threads: int, hidden: Array, gain: Array, n: int, eps: Any, out: Array) -> None:
     """RMSNorm of each row: hidden [T, H], out [T, n]."""
     tokens = hidden.shape[0]
@@ -57,7 +58,7 @@ def norm_rows(threads: int, hidden: Array, gain: Array, n: int, eps: Any, out: A
             norm_row(hidden[t], gain, n, eps, out[t])
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def _normed(
     threads: int, n: int, eps: Any, hidden: Array, gain: Array, normed: Array,
     q: Array, start: Array, scale: Array,
@@ -71,7 +72,7 @@ def _normed(
                       tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def _multiplied(
     portable: Any, threads: int, q: Array, start: Array, scale: Array,
     weight: Array, channel_scale: Array, out: Array, add: bool,
@@ -82,7 +83,7 @@ def _multiplied(
                 tiles * part // threads, tiles * (part + 1) // threads)  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def _rotated(
     threads: int, qkv: Array, bias: Array, query_norm: Array, key_norm: Array, cos: Array,
     sin: Array, shape: Shape, keys: Array, values: Array, rows: Array, slots: Array,
@@ -97,7 +98,7 @@ def _rotated(
                       tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def _attended(
     threads: int, qkv: Array, keys: Array, values: Array, shape: Shape, rows: Array, first: Array,
     last: Array, extra_at: Array, extra: Array, mixed: Array,
@@ -108,7 +109,7 @@ def _attended(
                queries * part // threads, queries * (part + 1) // threads)  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def _quantized(threads: int, x: Array, q: Array, start: Array, scale: Array) -> None:
     tokens = x.shape[0]
     if tokens <= _SERIAL_ROWS:
@@ -119,7 +120,7 @@ def _quantized(threads: int, x: Array, q: Array, start: Array, scale: Array) -> 
                       tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def _gated(
     threads: int, gate_up: Array, bias: Array, gated: Array, q: Array, start: Array, scale: Array
 ) -> None:
@@ -132,7 +133,7 @@ def _gated(
                       tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
 
 
-@njit(cache=True)
+@kernel()
 def _tap(hidden: Array, layer: int, tap_layers: Array, taps: Array) -> None:
     for k in range(tap_layers.shape[0]):
         if tap_layers[k] == layer:
@@ -141,7 +142,7 @@ def _tap(hidden: Array, layer: int, tap_layers: Array, taps: Array) -> None:
                     taps[t, k, i] = hidden[t, i]
 
 
-@njit(cache=True)
+@kernel()
 def run_layers(
     portable: Any,
     threads: int,
@@ -188,7 +189,7 @@ def run_layers(
         _tap(hidden, i, tap_layers, taps)
 
 
-@njit(parallel=True, cache=True)
+@kernel(parallel=True)
 def quantize_tiles(threads: int, weight: Array, tiles: Array, scale: Array, first_row: int) -> None:
     """``quantize_tile_rows`` over all rows."""
     rows = weight.shape[0]

@@ -9,12 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
 from forespeak.models.int8_layout import Array, Shape
+from forespeak.models.kernel_cache import kernel
 from forespeak.models.simd import (
     BLOCK,
-    KEYS_PER_TILE,
     LANES,
     dot_tile_1,
     dot_tile_2,
@@ -22,13 +21,14 @@ from forespeak.models.simd import (
     dot_tile_8,
     gate_tile,
 )
+from forespeak.models.simd_attention import KEYS_PER_TILE
 
 # Sums of one row may be reordered by the compiler (always the same way for the same length).
 REDUCE = {"reassoc", "nnan", "nsz"}
 _F0, _F1, _F127 = np.float32(0), np.float32(1), np.float32(127)
 
 
-@njit(cache=True, fastmath=REDUCE)
+@kernel(fastmath=REDUCE)
 def _square_sum(x: Array, at: int, n: int) -> Any:
     total = _F0
     for i in range(n):
@@ -36,7 +36,7 @@ def _square_sum(x: Array, at: int, n: int) -> Any:
     return total
 
 
-@njit(cache=True, fastmath=REDUCE)
+@kernel(fastmath=REDUCE)
 def _quantize_block(x: Array, at: int, q: Array, q_at: int) -> Any:
     """32 values to int8 with one scale; returns (scale, sum of the integers)."""
     top = _F0
@@ -51,7 +51,7 @@ def _quantize_block(x: Array, at: int, q: Array, q_at: int) -> Any:
     return top / _F127, total
 
 
-@njit(cache=True)
+@kernel()
 def quantize_row(x: Array, q: Array, start: Array, scale: Array) -> None:
     """One row of K floats to int8 blocks; ``start`` = -128 * sum undoes the weights' offset."""
     for block in range(x.shape[0] // BLOCK):
@@ -60,7 +60,7 @@ def quantize_row(x: Array, q: Array, start: Array, scale: Array) -> None:
         start[block] = np.int32(-128) * total
 
 
-@njit(cache=True)
+@kernel()
 def norm_row(x: Array, gain: Array, n: int, eps: Any, out: Array) -> None:
     """RMSNorm of the first n values; the padding of ``out`` becomes zero."""
     scale = _F1 / np.sqrt(_square_sum(x, 0, n) / np.float32(n) + eps)
@@ -70,7 +70,7 @@ def norm_row(x: Array, gain: Array, n: int, eps: Any, out: Array) -> None:
         out[i] = _F0
 
 
-@njit(cache=True)
+@kernel()
 def product(
     portable: Any,
     q: Array,  # [T, K] int8
@@ -107,7 +107,7 @@ def product(
                        channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
 
 
-@njit(cache=True)
+@kernel()
 def norm_quantize(
     hidden: Array, gain: Array, n: int, eps: Any, scratch: Array,
     q: Array, start: Array, scale: Array, first: int, last: int,
@@ -117,7 +117,7 @@ def norm_quantize(
         quantize_row(scratch[t], q[t], start[t], scale[t])
 
 
-@njit(cache=True)
+@kernel()
 def _rotate(x: Array, cos: Array, sin: Array, factor: Any) -> None:
     """Half-split rotary embedding in place, times ``factor``."""
     half = cos.shape[0]
@@ -127,7 +127,7 @@ def _rotate(x: Array, cos: Array, sin: Array, factor: Any) -> None:
         x[i + half] = (b * cos[i] + a * sin[i]) * factor
 
 
-@njit(cache=True)
+@kernel()
 def rotate_append(
     qkv: Array, bias: Array, query_norm: Array, key_norm: Array, cos: Array, sin: Array,
     shape: Shape, keys: Array, values: Array, plan_row: Array, plan_slot: Array,
@@ -161,13 +161,13 @@ def rotate_append(
                 values[row, head, slot, i] = x[v_at + i]
 
 
-@njit(cache=True)
+@kernel()
 def quantize_rows(x: Array, q: Array, start: Array, scale: Array, first: int, last: int) -> None:
     for t in range(first, last):
         quantize_row(x[t], q[t], start[t], scale[t])
 
 
-@njit(cache=True)
+@kernel()
 def gate_quantize(
     gate_up: Array, bias: Array, scratch: Array, q: Array, start: Array, scale: Array,
     first: int, last: int,
@@ -183,14 +183,14 @@ def gate_quantize(
         quantize_row(y, q[t], start[t], scale[t])
 
 
-@njit(cache=True)
+@kernel()
 def add_bias(x: Array, bias: Array) -> None:
     for t in range(x.shape[0] if bias.shape[0] else 0):
         for i in range(bias.shape[0]):
             x[t, i] += bias[i]
 
 
-@njit(cache=True)
+@kernel()
 def quantize_tile_rows(
     weight: Array, tiles: Array, scale: Array, first_row: int, first: int, last: int
 ) -> None:
