@@ -1,0 +1,206 @@
+"""Settings: every default filled in, every impossible combination refused with what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+from forespeak.drafters.table import METHODS
+from forespeak.engine.llm import LLM
+from forespeak.engine.settings import resolve
+from forespeak.engine.target import in_memory
+from forespeak.errors import OptionError
+from forespeak.sampling import SamplingParams
+from forespeak.types import SpeculationConfig
+from tests.engine.tables import TableModel
+
+
+def settings(**fields: object) -> SpeculationConfig:
+    return SpeculationConfig(**fields)  # type: ignore[arg-type]
+
+
+def test_plain_decoding_has_no_members():
+    resolved = resolve(settings())
+    assert resolved.members == () and resolved.shown.method == "autoregressive"
+
+
+def test_defaults_of_ngram():
+    resolved = resolve(settings(method="ngram"))
+    (member,) = resolved.members
+    assert (member.builder, member.point_mass) == ("chain", True)
+    assert resolved.shown == settings(
+        method="ngram", builder="chain", num_speculative_tokens=8, lookup_min=2, lookup_max=5,
+        draft_sampling="greedy",
+    )  # fmt: skip
+
+
+def test_defaults_of_draft_model_by_builder():
+    chain = resolve(settings(method="draft_model", drafter="x"))
+    assert chain.shown == settings(
+        method="draft_model", drafter="x", builder="chain", num_speculative_tokens=4,
+        draft_sampling="greedy",
+    )  # fmt: skip
+    for builder in ("static_tree", "dynamic_tree"):
+        tree = resolve(settings(method="draft_model", drafter="x", builder=builder))
+        assert tree.shown == settings(
+            method="draft_model", drafter="x", builder=builder, node_budget=16, tree_depth=4,
+            tree_top_k=4, draft_sampling="greedy",
+        )  # fmt: skip
+
+
+def test_what_is_given_stays():
+    asked = settings(
+        method="draft_model", drafter="truncate:2", builder="static_tree", node_budget=5,
+        tree_depth=2, tree_top_k=3, draft_sampling="probabilistic", rule="siblings",
+    )  # fmt: skip
+    resolved = resolve(asked)
+    assert resolved.shown == asked
+    (member,) = resolved.members
+    assert (member.config.node_budget, member.config.tree_depth) == (5, 2)
+
+
+def test_a_cascade_gives_each_member_what_is_its_own():
+    asked = settings(
+        method="ngram+draft_model", drafter="x", builder="dynamic_tree", lookup_min=3, node_budget=7
+    )
+    ngram, model = resolve(asked).members
+    assert (ngram.builder, model.builder) == ("chain", "dynamic_tree")
+    assert (ngram.config.lookup_min, ngram.config.lookup_max) == (3, 5)
+    assert ngram.config.drafter is None and ngram.config.node_budget is None
+    assert (model.config.drafter, model.config.node_budget) == ("x", 7)
+    assert model.config.lookup_min is None
+
+
+REFUSED = [
+    # unknown names
+    ({"method": "ngrm"}, "ngram"),
+    ({"method": "ngram+"}, "draft_model, ngram"),
+    ({"method": "draft_model", "drafter": "x", "builder": "tree"}, "chain, dynamic_tree, static"),
+    ({"method": "draft_model", "drafter": "x", "builder": "ddtree"}, "chain, dynamic_tree, static"),
+    ({"method": "draft_model", "drafter": "x", "draft_sampling": "drawn"}, "greedy, probabilistic"),
+    # planned methods
+    ({"method": "eagle3"}, "autoregressive, ngram, draft_model"),
+    ({"method": "ngram+medusa"}, "autoregressive, ngram, draft_model"),
+    # impossible cascades
+    ({"method": "ngram+ngram"}, "different drafting methods"),
+    ({"method": "autoregressive+ngram"}, "different drafting methods"),
+    ({"method": "ngram+autoregressive"}, "different drafting methods"),
+    ({"method": "draft_model+ngram", "drafter": "x"}, "ngram\\+draft_model"),
+    # out of range
+    ({"method": "ngram", "num_speculative_tokens": 0}, "1 or more"),
+    ({"method": "ngram", "num_speculative_tokens": -4}, "1 or more"),
+    ({"method": "ngram", "lookup_min": 0}, "1 or more"),
+    ({"method": "ngram", "lookup_max": -1}, "1 or more"),
+    ({"method": "ngram", "lookup_min": 6}, "lookup_min up to lookup_max"),
+    ({"method": "ngram", "lookup_min": 3, "lookup_max": 2}, "lookup_min up to lookup_max"),
+    ({"method": "draft_model", "drafter": "truncate:0"}, "N of 1 or more"),
+    ({"method": "draft_model", "drafter": "truncate:two"}, "N of 1 or more"),
+    ({"method": "draft_model", "drafter": "truncate:-1"}, "N of 1 or more"),
+    *(
+        ({"method": "draft_model", "drafter": "x", "builder": "static_tree", name: 0}, "1 or more")
+        for name in ("node_budget", "tree_depth", "tree_top_k")
+    ),
+    # without effect
+    *(
+        ({"method": "autoregressive", name: value}, "no setting")
+        for name, value in {
+            "drafter": "x", "builder": "chain", "num_speculative_tokens": 3, "node_budget": 3,
+            "tree_depth": 3, "tree_top_k": 3, "lookup_min": 1, "lookup_max": 3,
+            "draft_sampling": "greedy", "rule": "match",
+        }.items()
+    ),
+    *(
+        ({"method": "ngram", name: value}, "lookup_max, lookup_min, num_speculative_tokens")
+        for name, value in {
+            "drafter": "x", "builder": "static_tree", "node_budget": 3, "tree_depth": 3,
+            "tree_top_k": 3, "draft_sampling": "probabilistic",
+        }.items()
+    ),
+    *(
+        ({"method": "draft_model", "drafter": "x", name: 3}, "num_speculative_tokens")
+        for name in ("node_budget", "tree_depth", "tree_top_k", "lookup_min", "lookup_max")
+    ),
+    *(
+        ({"method": "draft_model", "drafter": "x", "builder": builder, name: 3}, "node_budget")
+        for name in ("num_speculative_tokens", "lookup_min", "lookup_max")
+        for builder in ("static_tree", "dynamic_tree")
+    ),
+    (
+        {"method": "ngram+draft_model", "drafter": "x", "builder": "ddtree"},
+        "chain, dynamic_tree, static_tree",
+    ),
+    # trees that are chosen cannot be drawn
+    (
+        {
+            "method": "draft_model", "drafter": "x", "builder": "dynamic_tree",
+            "draft_sampling": "probabilistic",
+        },
+        "chain, static_tree, or draft sampling 'greedy'",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "allowed"), REFUSED)
+def test_refusals_name_what_is_allowed(fields, allowed):
+    with pytest.raises(OptionError, match=allowed):
+        resolve(settings(**fields))
+
+
+def test_every_planned_method_is_refused_by_name():
+    planned = [name for name, entry in METHODS.items() if not entry.available]
+    for name in planned:
+        with pytest.raises(OptionError, match=f"{name}.*planned.*allowed"):
+            resolve(settings(method=name))
+
+
+CHAIN, TREE = {"drafter": "truncate:1"}, {"drafter": "truncate:1", "builder": "dynamic_tree"}
+STATIC = {"drafter": "truncate:1", "builder": "static_tree"}
+DRAWN = {"draft_sampling": "probabilistic"}
+RULES = [
+    # method, settings, rules that fit at temperature 1
+    ("ngram", {}, {"match", "point_siblings", "typical"}),
+    ("draft_model", CHAIN, {"match", "point_siblings", "typical"}),
+    ("draft_model", TREE, {"match", "point_siblings", "typical"}),
+    ("draft_model", STATIC, {"match", "point_siblings", "typical"}),
+    ("draft_model", CHAIN | DRAWN, {"block", "rejection", "siblings", "match", "typical"}),
+    ("draft_model", STATIC | DRAWN, {"siblings", "match", "typical"}),
+    ("ngram+draft_model", CHAIN, {"match", "point_siblings", "typical"}),
+    ("ngram+draft_model", CHAIN | DRAWN, {"match", "typical"}),
+    ("ngram+draft_model", STATIC | DRAWN, {"match", "typical"}),
+]
+
+
+@pytest.mark.parametrize(("method", "fields", "fitting"), RULES)
+def test_rules_that_do_not_fit_the_drafts_are_refused(method, fields, fitting):
+    every = {"match", "point_siblings", "typical", "block", "rejection", "siblings"}
+    target = in_memory(TableModel(8))
+    for rule in sorted(every - fitting):
+        with pytest.raises(OptionError, match="allowed: "):  # before the target is looked for
+            LLM("a/model/that/is/nowhere", method=method, rule=rule, **fields)
+    for rule in sorted(fitting):
+        llm = LLM(target, method=method, rule=rule, **fields)
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(max_new_tokens=4, temperature=temperature)
+            assert len(llm.generate([1, 2], params).token_ids) == 4
+
+
+def test_greedy_rule_above_temperature_zero_is_refused():
+    llm = LLM(in_memory(TableModel(8)), method="ngram", rule="greedy")
+    assert llm.generate([1, 2], SamplingParams(max_new_tokens=3)).token_ids
+    with pytest.raises(OptionError, match="match, point_siblings, typical"):
+        llm.generate([1, 2], SamplingParams(temperature=1.0))
+
+
+def test_unknown_rules_are_refused():
+    with pytest.raises(OptionError, match="block"):
+        LLM("a/model/that/is/nowhere", method="ngram", rule="blocks")
+
+
+def test_settings_are_refused_before_the_target_is_opened():
+    with pytest.raises(OptionError, match="1 or more"):
+        LLM("a/model/that/is/nowhere", method="ngram", num_speculative_tokens=0)
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "int8"}, {"device": "cpu"}, {"threads": 1}])
+def test_a_loaded_target_takes_no_options_of_loading(fields):
+    with pytest.raises(OptionError, match="load_target"):
+        LLM(in_memory(TableModel(8)), **fields)
