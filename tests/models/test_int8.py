@@ -120,14 +120,14 @@ def test_any_number_of_rows(name: str):
     config = _CONFIGS[name]
     model = tiny_int8(config)
     plain = Plain(model, taps=(1, 0))
-    tokens = random_tokens(100)
+    tokens = random_tokens(220)
     expected = list(plain.outs(tokens))
     for count in _ALL_COUNTS if name in _FAMILIES else _SOME_COUNTS:
         driver = Driver(model)
-        driver.prefill(0, tokens[:30], chunk=count)
-        out = driver.forward({0: chain(tokens[30 : 30 + count])}, taps=(1, 0))[0]
+        driver.prefill(0, tokens[:150], chunk=count)
+        out = driver.forward({0: chain(tokens[150 : 150 + count])}, taps=(1, 0))[0]
         for i in range(count):
-            _equal(out, i, expected[30 + i])
+            _equal(out, i, expected[150 + i])
         driver.commit(0, count - 1)
         _check_cache(plain, driver, 0)
 
@@ -139,7 +139,7 @@ def test_trees_and_mixed_batches(name: str):
     plain = Plain(model, taps=(0,))
     driver = Driver(model, num_rows=4, capacity=8)
     driver.prefill(0, random_tokens(9, seed=0))
-    driver.prefill(3, random_tokens(61, seed=3))
+    driver.prefill(3, random_tokens(190, seed=3))
     for turn in range(3):
         new = {
             3: random_tree(11, turn, spread=4),

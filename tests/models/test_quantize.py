@@ -65,6 +65,18 @@ def test_a_matrix_holds_the_weights_it_was_given(dtype: torch.dtype):
     assert (np.abs(back - weight.float().numpy()) <= 0.5001 * step[:, None].numpy()).all()
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(64, 96), (83, 40), (1, 1), (33, 31)])
+def test_the_fast_way_gives_the_same_integers(rows: int, columns: int):
+    """Matrices are filled by a kernel; ``quantize_channels`` and ``tile`` say what it must do."""
+    weight = _weight(rows, columns)
+    weight[0] = 0
+    matrix = single_matrix(weight)
+    padding = (0, padded(columns) - columns, 0, padded(rows) - rows)
+    q, scale = quantize_channels(torch.nn.functional.pad(weight, padding))
+    assert np.array_equal(matrix.weight[0], tile(q).numpy())
+    assert np.array_equal(matrix.scale[0], scale.numpy())
+
+
 def test_parts_lie_one_under_the_other():
     parts = [_weight(40, 24, seed) for seed in range(3)]
     first, last = torch.arange(40.0), torch.arange(40.0) + 100
@@ -96,8 +108,9 @@ def test_padded_parts_begin_at_blocks():
 def test_weights_that_are_not_finite_are_refused(value: float):
     weight = _weight(8, 32)
     weight[5, 6] = value
-    with pytest.raises(CheckpointError, match="not finite"):
-        quantize_channels(weight)
+    for refuse in (quantize_channels, single_matrix):
+        with pytest.raises(CheckpointError, match="not finite"):
+            refuse(weight)
 
 
 @pytest.mark.parametrize(("size", "expected"), [(1, 32), (32, 32), (33, 64), (576, 576)])

@@ -83,7 +83,7 @@ def test_int8_is_near_float32(
 ):
     """The short form of ``benchmarks/quality.py``, with the same bounds."""
     int8 = Int8Decoder(config, checkpoint.weights(), threads=1)
-    found = compare(float32, int8, prompts, 16, config.eos_token_ids)
-    assert found.num_tokens > 200
+    found = compare(float32, int8, prompts[::2], 16, config.eos_token_ids)
+    assert found.num_tokens > 100
     assert found.holds, found
     assert found.kl > 0

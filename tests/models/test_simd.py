@@ -9,8 +9,8 @@ import pytest
 from numba import njit
 
 from forespeak.models import simd
-from forespeak.models.fused import product, quantize_row
-from forespeak.models.simd import BLOCK, KEYS_PER_TILE, LANES, has_int8_product
+from forespeak.models.row_kernels import product, quantize_row
+from forespeak.models.simd import BLOCK, LANES, has_int8_product
 
 Array = np.ndarray[Any, Any]
 
@@ -39,21 +39,6 @@ def _exp(x: Array, shift: Any) -> None:
 def _gate(gate: Array, up: Array, out: Array) -> None:
     for at in range(0, gate.shape[0], 16):
         tiles.gate_tile(gate, at, up, at, out, at)
-
-
-@compiled
-def _score(query: Array, keys: Array, scores: Array) -> None:
-    tiles.score_tile(query, 0, keys, 0, query.shape[0], scores, 0)
-
-
-@compiled
-def _weigh_16(weights: Array, values: Array, out: Array) -> None:
-    tiles.weigh_values_16(weights, 0, values, 0, values.shape[1], weights.shape[0], out, 0)
-
-
-@compiled
-def _weigh_64(weights: Array, values: Array, out: Array) -> None:
-    tiles.weigh_values_64(weights, 0, values, 0, values.shape[1], weights.shape[0], out, 0)
 
 
 def quantize_plainly(x: Array) -> tuple[Array, Array]:
@@ -194,27 +179,3 @@ def test_gate_of_extreme_values():
     assert np.abs(out[:3]).max() < 1e-6
     assert out[3] == 0
     assert np.array_equal(out[4:7], gate[4:7])
-
-
-@pytest.mark.parametrize("dim", [16, 24, 64, 80, 128])
-def test_scores(dim: int):
-    rng = np.random.default_rng(dim)
-    query = rng.standard_normal(dim).astype(np.float32)
-    keys = rng.standard_normal((dim, KEYS_PER_TILE)).astype(np.float32)
-    scores = np.empty(KEYS_PER_TILE, np.float32)
-    _score(query, keys, scores)
-    true = query.astype(np.float64) @ keys
-    np.testing.assert_allclose(scores, true, atol=1e-6 * dim, rtol=0)
-
-
-@pytest.mark.parametrize("weigh", [_weigh_16, _weigh_64], ids=["16", "64"])
-def test_weighed_values_add_up(weigh: Any):
-    rng = np.random.default_rng(0)
-    weights = rng.uniform(0, 1, 37).astype(np.float32)
-    values = rng.standard_normal((37, 80)).astype(np.float32)
-    width = 16 if weigh is _weigh_16 else 64
-    out = np.full(80, 3, np.float32)
-    weigh(weights, values, out)
-    true = 3 + weights.astype(np.float64) @ values
-    np.testing.assert_allclose(out[:width], true[:width], atol=1e-5, rtol=0)
-    assert (out[width:] == 3).all()
