@@ -209,7 +209,7 @@ def quantize_tile_rows(
         top = _F0
         for i in range(columns):
             value = abs(weight[row, i])
-            if not value <= top:  # also when it is NaN
+            if value > top or value != value:  # once NaN it stays NaN
                 top = value
         step = top / _F127
         place = first_row + row
