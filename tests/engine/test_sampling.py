@@ -201,3 +201,13 @@ def test_a_seed_gives_its_text_and_another_gives_another(method):
         assert second.generate(PROMPT, params).token_ids == texts[-1]
         assert first.generate(PROMPT, params).token_ids == texts[-1]
     assert len(set(texts)) == len(texts)
+
+
+def test_match_writes_the_very_text_of_plain_sampling():
+    """It takes one draw a token, and each is the target's own: nothing can tell the texts apart."""
+    plain = LLM(target())
+    for method in ("ngram", "greedy_chain", "drawn_match", "static_match", "dynamic_match"):
+        for group, seed in itertools.product(GROUPS, range(5)):
+            params = SamplingParams(max_new_tokens=15, seed=seed, **GROUPS[group])
+            found = LLM(target(), **METHODS[method]).generate(PROMPT, params)
+            assert found.token_ids == plain.generate(PROMPT, params).token_ids
