@@ -39,8 +39,8 @@ format: install ## let ruff lay out the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-docs: install ## write the method table into README.md
-	@$(BIN)/python scripts/write_method_table.py
+docs: install ## write the tables that come from code into README.md and docs
+	@$(BIN)/python scripts/write_tables.py
 
 install: $(STAMP) ## make the virtual environment
 

@@ -15,24 +15,14 @@ import torch
 from torch import Tensor
 
 from forespeak.engine.proposer import DraftRequest, Proposing
+from forespeak.engine.settings import RuleChoice
 from forespeak.engine.text import Plan, TextState
 from forespeak.models.base import Cache, TargetModel
 from forespeak.spec.builders import DraftPath
 from forespeak.spec.tree import CandidateTree
-from forespeak.spec.verify import Rule
 from forespeak.types import Observation, RoundStats, Segment, TargetOutput, Verdict
 
 PREFILL_CHUNK = 512
-
-
-class RuleChoice:
-    """The rule for each kind of tree a method makes: chosen tokens, or drawn from q."""
-
-    def __init__(self, point: Rule, sampled: Rule) -> None:
-        self._point, self._sampled = point, sampled
-
-    def of(self, tree: CandidateTree) -> Rule:
-        return self._point if tree.q is None else self._sampled
 
 
 class Decoding:

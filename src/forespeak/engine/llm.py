@@ -8,16 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 
 from forespeak.drafters.loader import load_drafter
 from forespeak.drafters.table import METHODS
-from forespeak.engine.decode import Decoding, RuleChoice
+from forespeak.engine.decode import Decoding
 from forespeak.engine.proposer import Cascade, Proposer, Proposing
 from forespeak.engine.reference import next_logits
-from forespeak.engine.settings import resolve
+from forespeak.engine.settings import choose_rules, resolve
 from forespeak.engine.target import Prompt, Target, load_target
 from forespeak.engine.text import TextState
 from forespeak.errors import OptionError
 from forespeak.sampling import SamplingParams
-from forespeak.spec.verify import select_rule
-from forespeak.spec.verify.registry import Draft, Shape
 from forespeak.types import Completion, SpeculationConfig
 
 __all__ = ["LLM", "Target", "load_target"]
@@ -71,8 +69,9 @@ class LLM:
         )  # fmt: skip
         resolved = resolve(asked)  # refuses before anything is loaded
         self.speculation = resolved.shown
+        self._resolved = resolved
         self._members = resolved.members
-        self._rules(SamplingParams())  # and so does a rule that cannot verify such drafts
+        choose_rules(resolved, 0.0)  # and so does a rule that cannot verify such drafts
         if isinstance(target, Target):
             _refuse_target_options(dtype, device, threads)
             self.target = target
@@ -157,7 +156,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None, *, raw: bool
     ) -> tuple[TextState, Decoding, list[int]]:
         params = params or SamplingParams()
-        rules = self._rules(params)
+        rules = choose_rules(self._resolved, params.temperature)
         prompt_ids = self.encode(prompt, raw=raw)
         room = self.target.context_length - len(prompt_ids)
         if params.max_new_tokens > room:
@@ -166,29 +165,6 @@ class LLM:
         sampled = params.temperature > 0 and self.speculation.draft_sampling == "probabilistic"
         decoding = Decoding(self.target.model, text, rules, self._proposer, sampled_drafts=sampled)
         return text, decoding, prompt_ids
-
-    def _rules(self, params: SamplingParams) -> RuleChoice:
-        """The rule for each kind of tree that this method may make."""
-        shapes: set[Shape] = {
-            "chain" if member.builder == "chain" else "tree" for member in self._members
-        }
-        shape: Shape = "tree" if "tree" in shapes else "chain"
-        name, temperature = self.speculation.rule, params.temperature
-        sampled_drafts = self.speculation.draft_sampling == "probabilistic"
-        point_masses = any(m.point_mass or not sampled_drafts for m in self._members)
-        drafts: list[Draft] = ["sampled"] if sampled_drafts else []
-        drafts += ["point"] if point_masses or not drafts else []
-        for draft in drafts:  # a rule that was named must fit every tree
-            select_rule(name, draft=draft, shape=shape, temperature=temperature)
-        chosen: dict[Draft, str | None] = {
-            draft: name if draft in drafts else None for draft in ("point", "sampled")
-        }
-        return RuleChoice(
-            point=select_rule(chosen["point"], draft="point", shape=shape, temperature=temperature),
-            sampled=select_rule(
-                chosen["sampled"], draft="sampled", shape=shape, temperature=temperature
-            ),
-        )
 
 
 def _refuse_target_options(dtype: str, device: str, threads: int | None) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from forespeak.drafters.table import METHODS, MethodEntry
 from forespeak.errors import OptionError, unknown_choice
+from forespeak.spec.tree import CandidateTree
+from forespeak.spec.verify import Draft, Rule, Shape, select_rule
 from forespeak.types import SpeculationConfig
 
 _BUILDER_SETTINGS = {
@@ -61,6 +63,34 @@ def resolve(asked: SpeculationConfig) -> Resolved:
     if sampling == "probabilistic":
         _check_drawn(members)
     return Resolved(shown, tuple(members))
+
+
+class RuleChoice:
+    """The rule for each kind of tree a method makes: chosen tokens, or drawn from q."""
+
+    def __init__(self, point: Rule, sampled: Rule) -> None:
+        self.point, self.sampled = point, sampled
+
+    def of(self, tree: CandidateTree) -> Rule:
+        return self.point if tree.q is None else self.sampled
+
+
+def choose_rules(resolved: Resolved, temperature: float) -> RuleChoice:
+    """The rules of a method at a temperature.
+
+    Raises:
+        OptionError: a rule was named that cannot verify every tree this method makes.
+    """
+    members, name = resolved.members, resolved.shown.rule
+    shape: Shape = "chain" if all(m.builder == "chain" for m in members) else "tree"
+    drawn = resolved.shown.draft_sampling == "probabilistic"
+    makes: set[Draft] = {"sampled" if drawn and not m.point_mass else "point" for m in members}
+
+    def pick(draft: Draft) -> Rule:
+        wanted = name if draft in makes or not members else None
+        return select_rule(wanted, draft=draft, shape=shape, temperature=temperature)
+
+    return RuleChoice(point=pick("point"), sampled=pick("sampled"))
 
 
 def _entry(name: str) -> MethodEntry:
