@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,14 @@ def test_head_and_embedding_are_the_models_own(device: torch.device):
     out = run(decoder, random_tokens(6))
     _close(decoder.head(out.hidden.view(2, 3, -1)), out.logits.view(2, 3, -1), 1e-5)
     _close(out.logits, out.hidden.cpu() @ weights["lm_head.weight"].T, 1e-5)
+
+
+def test_the_first_layers_are_a_model_of_their_own(device: torch.device):
+    config = tiny_config("qwen3", sliding_window=5, sliding_layers=(True, False, True))
+    short = replace(config, num_layers=2, sliding_layers=(True, False))
+    kept = {n: w for n, w in random_weights(config).items() if ".layers.2." not in n}
+    model = tiny_decoder(config, device=device)
+    cut = run(model.truncated(2), random_tokens(30)).logits
+    expected = run(Decoder(short, kept.items(), device=device), random_tokens(30)).logits
+    _close(cut, expected, 1e-6)
+    assert (run(model, random_tokens(30)).logits - cut).abs().max() > 0.01

@@ -20,7 +20,7 @@ from forespeak.models.loading import load_checkpoint
 from forespeak.types import Segment, TargetOutput
 from tests.tiny import run
 
-pytestmark = pytest.mark.golden
+pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("one_thread")]
 
 _BESIDE = Path(__file__).parents[3] / "shared/golden/open"
 _FOLDER = Path(os.environ.get("FORESPEAK_GOLDEN") or _BESIDE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +240,19 @@ def test_asked_logits_in_the_order_asked():
     assert found.hidden.shape[0] == 20
 
 
+def test_the_first_layers_are_a_model_of_their_own():
+    config = _CONFIGS["qwen3 some windows"]
+    short = replace(config, num_layers=2, sliding_layers=config.sliding_layers[:2])
+    weights = random_weights(config)
+    kept = {name: w for name, w in weights.items() if ".layers.2." not in name}
+    model = tiny_int8(config)
+    whole = run(model, random_tokens(30)).logits
+    cut = run(model.truncated(2), random_tokens(30)).logits
+    assert torch.equal(cut, run(Int8Decoder(short, kept.items()), random_tokens(30)).logits)
+    assert torch.equal(whole, run(model, random_tokens(30)).logits)  # itself unchanged
+    assert not torch.equal(whole, cut)
+
+
 def _quantised_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The int8 product by its definition, in float64 around exact integers."""
     scale = weight.abs().amax(1, keepdim=True) / 127
@@ -318,14 +332,14 @@ def test_the_real_target(smollm2_path: Path):
     plain = Plain(alone, taps)
     tokens = random_tokens(140, vocab_size=49_152)
     expected = list(plain.outs(tokens))
+    driver = Driver(model, num_rows=2, capacity=128)
+    driver.prefill(0, tokens[:76], chunk=37)
     for count in (1, 2, 5, 8, 33, 64):
-        driver = Driver(model, num_rows=2, capacity=256)
-        driver.prefill(0, tokens[:76], chunk=37)
         out = driver.forward({0: chain(tokens[76 : 76 + count])}, taps)[0]
         for i in range(count):
             _equal(out, i, expected[76 + i])
+        driver.truncate(0, 76)
     tree = random_tree(40, 0, vocab_size=49_152, spread=6)
-    driver.truncate(0, 76)
     new: dict[int, Any] = {1: chain(tokens[:3]), 0: tree}
     outs = driver.forward(new, taps)
     _check(plain, driver, 0, outs[0])
