@@ -130,7 +130,7 @@ class TextState:
         if self._grammar is not None:
             masks = [self._grammar.mask_after(path) for path in paths]
             allowed = torch.stack(masks).to(logits.device)
-        return self._pipeline.apply(logits, paths, allowed=allowed)
+        return self._pipeline.apply(logits, paths, allowed=allowed, drafted=True)
 
     def plan(self, tree: CandidateTree) -> Plan:
         """Leave out what the grammar forbids."""

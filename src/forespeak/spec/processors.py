@@ -117,7 +117,12 @@ class LogitsPipeline:
             self._tail = [*self._tail, *tokens][-self._bad_words.lookback :]
 
     def apply(
-        self, logits: Tensor, paths: Sequence[Sequence[int]], *, allowed: Tensor | None = None
+        self,
+        logits: Tensor,
+        paths: Sequence[Sequence[int]],
+        *,
+        allowed: Tensor | None = None,
+        drafted: bool = False,
     ) -> Tensor:
         """Logits after all processors. The argument is left as it is; without any work to do it
         is returned itself.
@@ -126,18 +131,20 @@ class LogitsPipeline:
             logits: [N, V] of target or drafter; computed in their dtype, below float32 in float32.
             paths: N paths, see ``node_paths``.
             allowed: [N, V] bool, what a grammar allows at each node; None allows all.
+            drafted: rows of a drafter. It may know none of the tokens that are left; some token
+                stands in for them then, and the target decides about it as about any other.
 
         Returns:
             [N, V]; greedy: after step 3. A row where nothing is left allows only end-of-sequence:
             controls that leave no token end the text.
 
         Raises:
-            OptionError: such a row, and the model has no end-of-sequence.
+            OptionError: such a row of the target, and the model has no end-of-sequence.
         """
         assert logits.shape == (len(paths), self._vocab_size), (logits.shape, len(paths))
         if not logits.dtype.is_floating_point or logits.element_size() < 4:
             logits = logits.float()
-        logits = self._shift(logits, paths, allowed)
+        logits = self._shift(logits, paths, allowed, drafted)
         return logits if self.is_greedy else self._filter(logits)
 
     def law(self, processed: Tensor) -> Tensor:
@@ -149,7 +156,11 @@ class LogitsPipeline:
         return processed.argmax(-1)
 
     def _shift(
-        self, logits: Tensor, paths: Sequence[Sequence[int]], allowed: Tensor | None
+        self,
+        logits: Tensor,
+        paths: Sequence[Sequence[int]],
+        allowed: Tensor | None,
+        drafted: bool,
     ) -> Tensor:
         """Steps 1 to 3: what can change the best token."""
         cells = self._masked_cells(paths)
@@ -165,7 +176,7 @@ class LogitsPipeline:
         if cells[0]:
             logits[torch.tensor(cells[0]), torch.tensor(cells[1])] = NEGATIVE_INFINITY
         if has_masks:
-            self._end_where_nothing_is_left_(logits)
+            self._end_where_nothing_is_left_(logits, drafted)
         if len(self._bias_ids):
             bias = self._bias.to(logits).expand(len(logits), -1)  # [N, B]
             logits.index_add_(1, self._bias_ids.to(logits.device), bias)
@@ -200,16 +211,16 @@ class LogitsPipeline:
             tokens.extend(banned)
         return rows, tokens
 
-    def _end_where_nothing_is_left_(self, logits: Tensor) -> None:
+    def _end_where_nothing_is_left_(self, logits: Tensor, drafted: bool) -> None:
         empty = logits.amax(-1) == NEGATIVE_INFINITY  # [N]
         if not bool(empty.any()):
             return
-        if not self._eos_ids:
+        if not self._eos_ids and not drafted:
             raise OptionError(
                 "The controls forbid every token here and the model has no end-of-sequence token "
                 "to end the text with; allow more tokens."
             )
-        logits[empty, self._eos_ids[0]] = 0
+        logits[empty, self._eos_ids[0] if self._eos_ids else 0] = 0
 
     def _always_forbidden(self) -> Tensor | None:
         """[V] bool of tokens that no path can write, None when there are none."""
