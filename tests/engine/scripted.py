@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from forespeak.drafters.base import Drafter
-from forespeak.engine.decode import Decoding, RuleChoice
+from forespeak.engine.decode import Decoding
 from forespeak.engine.proposer import Proposer, Proposing
+from forespeak.engine.settings import RuleChoice
 from forespeak.engine.text import TextState, Vocabulary
 from forespeak.models.base import TargetModel
 from forespeak.sampling import SamplingParams

@@ -9,8 +9,8 @@ import pytest
 
 from forespeak.drafters.draft_model import DraftModelDrafter
 from forespeak.drafters.ngram import NgramDrafter
-from forespeak.engine.decode import RuleChoice
 from forespeak.engine.proposer import Cascade, Proposer, Proposing
+from forespeak.engine.settings import RuleChoice
 from forespeak.engine.text import Vocabulary
 from forespeak.sampling import SamplingParams
 from forespeak.spec.grammar import Grammar, GrammarTokenizer, compile_grammar

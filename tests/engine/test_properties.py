@@ -11,9 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forespeak.engine.decode import Decoding, RuleChoice
+from forespeak.engine.decode import Decoding
 from forespeak.engine.proposer import DraftRequest, Proposer
 from forespeak.engine.reference import decode_greedy
+from forespeak.engine.settings import RuleChoice
 from forespeak.engine.text import TextState, Vocabulary
 from forespeak.models.base import Cache, TargetModel
 from forespeak.sampling import SamplingParams
