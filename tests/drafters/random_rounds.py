@@ -73,7 +73,7 @@ class Rounds:
                 row.paths[node] = (*row.paths[parent], token)
                 made.append((node, token, parent))
                 asked.append((row, node))
-            frontiers.append(Frontier(number, *map(tuple, zip(*made, strict=True))))  # type: ignore[arg-type]
+            frontiers.append(Frontier(number, *map(tuple, zip(*made, strict=True))))
         laws = self.drafter.expand(frontiers).logits
         assert laws.shape[:2] == (len(asked), 1)
         self.laws += [(row.after(n), law) for (row, n), law in zip(asked, laws[:, 0], strict=True)]

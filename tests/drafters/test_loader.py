@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from forespeak.drafters.base import Drafter
 from forespeak.drafters.draft_model import DraftModelDrafter
 from forespeak.drafters.loader import TargetParts, load_drafter
 from forespeak.drafters.ngram import NgramDrafter
 from forespeak.engine.llm import LLM
 from forespeak.engine.target import load_target
 from forespeak.errors import DrafterError, ModelError, OptionError
+from forespeak.models.decoder import Decoder
 from forespeak.models.loading import load_checkpoint
 from forespeak.models.opening import open_model
 from forespeak.sampling import SamplingParams
-from forespeak.types import Observation, SpeculationConfig
+from forespeak.types import DenseLaws, Observation, SpeculationConfig
 from tests.engine.tiny_text import SIZE, characters, write_checkpoint
-from tests.tiny import random_tokens, run, tiny_config, tiny_decoder
+from tests.tiny import random_tokens, random_weights, run, tiny_config, tiny_decoder
 
 CONFIG = tiny_config(vocab_size=SIZE, eos_token_ids=(0,))
 CPU = torch.device("cpu")
@@ -57,29 +59,24 @@ def parts(folders) -> TargetParts:
     return TargetParts(open_model(checkpoint, dtype="float32", device=CPU), checkpoint)
 
 
-def first_law(drafter, tokens: list[int]) -> torch.Tensor:
+def first_law(drafter: Drafter, tokens: list[int]) -> torch.Tensor:
     drafter.admit(0)
     drafter.observe([Observation(0, tuple(tokens[:-1]), torch.zeros(len(tokens) - 1, 1))])
-    return drafter.propose([0], [tokens[-1]], 1).logits[0, 0]
+    laws = drafter.propose([0], [tokens[-1]], 1)
+    assert isinstance(laws, DenseLaws)
+    return laws.logits[0, 0]
 
 
 def test_truncated_targets_are_the_first_layers_with_the_target_head():
     model = tiny_decoder()
+    weights = random_weights(model.config)
     tokens = random_tokens(7)
     for count in (1, 2):
         drafter = load_drafter(settings(f"truncate:{count}"), TargetParts(model))
-        law = first_law(drafter, tokens)
-        own = {name: w for name, w in _weights(model.config).items() if _layer_of(name) < count}
-        from forespeak.models.decoder import Decoder
-
+        own = {name: weight for name, weight in weights.items() if _layer_of(name) < count}
         fresh = Decoder(replace(model.config, num_layers=count), own.items())
-        torch.testing.assert_close(law, run(fresh, tokens).logits[-1], atol=1e-4, rtol=0)
-
-
-def _weights(config):
-    from tests.tiny import random_weights
-
-    return random_weights(config)
+        expected = run(fresh, tokens).logits[-1]
+        torch.testing.assert_close(first_law(drafter, tokens), expected, atol=1e-4, rtol=0)
 
 
 def _layer_of(name: str) -> int:

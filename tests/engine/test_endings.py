@@ -11,7 +11,7 @@ from forespeak.engine.reference import decode_greedy
 from forespeak.engine.target import Target, in_memory
 from forespeak.errors import PromptError
 from forespeak.sampling import SamplingParams
-from forespeak.types import Completion
+from forespeak.types import Completion, Expansion
 from tests.engine.scripted import check_counts, scripted, write
 from tests.engine.tables import TableModel
 from tests.engine.tiny_text import SIZE, tokenizer
@@ -20,7 +20,12 @@ PROMPT = [1, 2, 3, 4]
 LENGTH = 60
 LETTERS = range(1, 9)  # likely everywhere, so that texts are readable and repeat themselves
 BLOCK = 6  # five draft tokens and the bonus
-KINDS = [("forward", "chain"), ("none", "chain"), ("forward", "dynamic_tree"), ("none", "ddtree")]
+KINDS: list[tuple[Expansion, str]] = [
+    ("forward", "chain"),
+    ("none", "chain"),
+    ("forward", "dynamic_tree"),
+    ("none", "ddtree"),
+]
 
 
 def model(eos_ids: tuple[int, ...] = ()) -> TableModel:
@@ -40,10 +45,12 @@ def text_target() -> Target:
     return made
 
 
-def spoken(target: Target, params: SamplingParams, expansion: str, builder: str) -> Completion:
+def spoken(
+    target: Target, params: SamplingParams, expansion: Expansion, builder: str
+) -> Completion:
     proposer = scripted(
         [*PROMPT, *known_ids()], 1.0, builder=builder, expansion=expansion, vocab_size=SIZE
-    )  # type: ignore[call-overload]
+    )
     return write(
         target.model, PROMPT, params, proposer, vocabulary=target.vocabulary(params)
     ).completion

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -26,7 +27,7 @@ MAKERS: dict[str, Callable[[], TargetModel]] = {
     "int8": lambda: tiny_int8(CONFIG),
     "table": lambda: TableModel(V, context_length=CONTEXT, likeness=0.8),
 }
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "lookup_min": 1, "lookup_max": 3},
     "draft_model": {"method": "draft_model", "drafter": "truncate:2"},
     "cascade": {
