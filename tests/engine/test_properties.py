@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -18,27 +19,33 @@ from forespeak.engine.settings import RuleChoice
 from forespeak.engine.text import TextState, Vocabulary
 from forespeak.models.base import Cache, TargetModel
 from forespeak.sampling import SamplingParams
+from forespeak.spec.grammar import GrammarTokenizer
 from forespeak.spec.tree import CandidateTree
 from forespeak.spec.verify import RULES
 from forespeak.types import Observation, Segment, SpeculationConfig
 from tests.engine.scripted import GREEDY, ScriptedDrafter, check_counts, write
 from tests.engine.tables import TableModel
+from tests.spec import grammar_cases
 from tests.spec.exactness_cases import EXHAUSTIVE
 from tests.tiny import random_tokens, tiny_config, tiny_decoder, tiny_int8
 
 V = 11
+ENDS = (grammar_cases.EOS, grammar_cases.END_OF_TURN)
 MATCH = RuleChoice(RULES["match"], RULES["match"])
 CONFIG = tiny_config(vocab_size=V, num_layers=2, eos_token_ids=())
 FEW, MANY = (100, 1000) if EXHAUSTIVE else (6, 60)
 
 
 class RandomTrees:
-    """Proposes random trees that hold some of a known text; keeps what it observes."""
+    """Proposes random trees that hold some of a known text; keeps what it observes.
 
-    taps = (1,)
+    Its trees know nothing of grammars, so forbidden nodes stand anywhere in them.
+    """
 
-    def __init__(self, known: Sequence[int], rng: random.Random) -> None:
-        self.known, self.rng = list(known), rng
+    def __init__(
+        self, known: Sequence[int], rng: random.Random, *, vocab_size: int = V, taps: tuple = ()
+    ) -> None:
+        self.known, self.rng, self.taps, self._size = list(known), rng, taps, vocab_size
         self.observed: list[int] = []
         self.taps_seen: list[torch.Tensor] = []
         self.hidden_seen: list[torch.Tensor] = []
@@ -49,10 +56,10 @@ class RandomTrees:
 
     def observe(self, observations: Sequence[Observation]) -> None:
         for observation in observations:
-            assert observation.taps is not None
             self.observed += observation.tokens
             self.hidden_seen.append(observation.hidden)
-            self.taps_seen.append(observation.taps)
+            if observation.taps is not None:
+                self.taps_seen.append(observation.taps)
 
     def propose(self, request: DraftRequest) -> list[CandidateTree]:
         tokens, parents, depths = [request.roots[0]], [-1], [0]
@@ -63,7 +70,7 @@ class RandomTrees:
                 continue
             place = len(self.observed) + depths[parent] + 1
             right = self.known[place] if place < len(self.known) else 0
-            tokens.append(right if self.rng.random() < 0.7 else self.rng.randrange(V))
+            tokens.append(right if self.rng.random() < 0.7 else self.rng.randrange(self._size))
             parents.append(parent)
             depths.append(depths[parent] + 1)
         return [CandidateTree(tuple(tokens), tuple(parents))]
@@ -105,7 +112,7 @@ def test_cache_and_features_equal_recomputing(kind, seed, temperature):
     known = [*prompt, *decode_greedy(model, prompt, 24)]
     params = SamplingParams(max_new_tokens=24, temperature=temperature, seed=seed)
     text = TextState(params, prompt, Vocabulary(V, ()))
-    trees = RandomTrees(known, rng)
+    trees = RandomTrees(known, rng, taps=(1,))
     decoding = Decoding(model, text, MATCH if temperature else GREEDY, trees)
     caches: list[Cache] = []
 
@@ -173,3 +180,31 @@ def test_random_scripts_write_plain_text(
     check_counts(found)
     if right == 1 and not penalty:
         assert found.stats.num_rounds <= (count + 1) // 2
+
+
+@pytest.fixture(scope="module")
+def grammars() -> GrammarTokenizer:
+    return GrammarTokenizer.from_tokens(grammar_cases.vocabulary(), eos_ids=ENDS)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_trees_full_of_forbidden_nodes(grammars, after):
+    """Verified nodes are fewer than the tree's: rows, cache and log-probabilities must be those
+    of the right nodes."""
+    size = grammars.vocab_size
+    model = TableModel(size, seed=8, eos_ids=ENDS)
+    vocabulary = Vocabulary(size, ENDS, None, grammars)
+    num_forbidden = num_accepted = 0
+    for seed, case in enumerate(grammar_cases.cases(31, 40 if EXHAUSTIVE else 12)):
+        params = replace(
+            case.controls, max_new_tokens=60, logprobs=2, logprobs_after_processors=after,
+            frequency_penalty=0.4,
+        )  # fmt: skip
+        plain = write(model, [40], params, vocabulary=vocabulary).completion
+        trees = RandomTrees([40, *plain.token_ids], random.Random(seed), vocab_size=size)
+        found = write(model, [40], params, trees, vocabulary=vocabulary).completion
+        assert (found.token_ids, found.logprobs) == (plain.token_ids, plain.logprobs)
+        check_counts(found)
+        num_forbidden += found.stats.num_forbidden
+        num_accepted += found.stats.num_accepted
+    assert num_forbidden > 50 and num_accepted > 50
