@@ -13,7 +13,7 @@ from forespeak.drafters.base import Drafter
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.spec import builders
 from forespeak.spec.builders import DraftProcess, TreeShape, fit_shape
-from forespeak.spec.tree import CandidateTree
+from forespeak.spec.tree import CandidateTree, cut
 from forespeak.spec.uniforms import Uniforms
 from forespeak.types import Observation, SpeculationConfig
 
@@ -95,7 +95,10 @@ class Proposer:
             return [CandidateTree((root,), (-1,)) for root in request.roots]
         if self._drafter.info.point_mass:  # nothing to draw and nothing to process
             request = DraftRequest(request.rows, request.roots, request.limits)
-        return self._builder(self._drafter, self._settings, request, self._vocab_size)
+        trees = self._builder(self._drafter, self._settings, request, self._vocab_size)
+        if len(set(request.limits)) > 1:  # trees were built for the row that has most left
+            trees = [_within(t, limit) for t, limit in zip(trees, request.limits, strict=True)]
+        return trees
 
 
 class Cascade:
@@ -134,6 +137,12 @@ class Cascade:
             left = [slot for slot in left if not found[slot].num_drafted]
         trees = [found[slot] for slot in range(len(request.rows))]
         return trees
+
+
+def _within(tree: CandidateTree, limit: int) -> CandidateTree:
+    """The tree without what lies deeper. Depth is no draw, so this cut keeps to law 3."""
+    depths = tree.depths()
+    return tree if max(depths) <= limit else cut(tree, [depth <= limit for depth in depths])
 
 
 def _part(request: DraftRequest, slots: Sequence[int]) -> DraftRequest:
