@@ -11,6 +11,7 @@ from forespeak.sampling import SamplingParams
 from forespeak.spec.verify import RULES
 from tests.engine.scripted import SIZES, check_counts, write
 from tests.engine.tables import TableModel
+from tests.tiny import random_tokens, tiny_config, tiny_decoder, tiny_int8
 
 V, NARROW = 23, 9
 PROMPT = [1, 20, 3]
@@ -53,3 +54,18 @@ def test_drawn_drafts_never_bring_in_what_is_not_allowed(builder, rules, allowed
         check_counts(found)
         num_drafted += found.stats.num_drafted
     assert num_drafted > 0
+
+
+@pytest.mark.parametrize("make", [tiny_decoder, tiny_int8])
+def test_texts_longer_than_the_draft_model_context(make):
+    """It drafts worse there, and the text is the target's all the same."""
+    target = make(tiny_config(max_position_embeddings=256, eos_token_ids=()))
+    draft_model = make(tiny_config(max_position_embeddings=64, num_layers=1, eos_token_ids=()))
+    size = target.config.vocab_size
+    drafter = DraftModelDrafter(draft_model, target_vocab_size=size)
+    params = SamplingParams(max_new_tokens=40)
+    plain = write(target, random_tokens(50), params).completion
+    spoken = write(
+        target, random_tokens(50), params, Proposer(drafter, "chain", SIZES, vocab_size=size)
+    ).completion
+    assert spoken.token_ids == plain.token_ids and len(plain.token_ids) == 40

@@ -64,7 +64,8 @@ def test_no_path_is_longer_than_its_row_may_have(builder, expansion, limits):
     for row, (tree, limit) in enumerate(zip(trees, limits, strict=True)):
         assert tree.tokens[0] == roots[row]
         assert max(tree.depths()) == min(limit, most)
-        path, node = [], 0
+        path: list[int] = []
+        node = 0
         while children := tree.children()[node]:
             node = next(c for c in children if tree.tokens[c] == KNOWN[row + 2 + len(path)])
             path.append(tree.tokens[node])
