@@ -15,7 +15,7 @@ trap 'rm -f "$NEW" "$NEW.status"' EXIT
     echo "$("$BIN/python" -V), torch $("$BIN/python" -c 'import torch; print(torch.__version__)')"
     date -u '+started %Y-%m-%d %H:%M UTC'
     status=0
-    FORESPEAK_EXHAUSTIVE=1 OMP_NUM_THREADS=1 "$BIN/python" -m pytest tests/spec \
+    FORESPEAK_EXHAUSTIVE=1 OMP_NUM_THREADS=1 "$BIN/python" -m pytest tests/spec tests/engine \
         --timeout=0 --durations=5 "$@" || status=$?
     echo "$status" >"$NEW.status"
 } 2>&1 | tee "$NEW"
