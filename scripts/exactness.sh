@@ -1,7 +1,7 @@
 #!/bin/sh
 # Every exactness test whole, not the share that `make test` takes; the log goes to docs/.
 #
-#   scripts/exactness.sh            all of them, about twenty minutes on one core
+#   scripts/exactness.sh            all of them, about an hour on one core
 #   scripts/exactness.sh -k four    more words go to pytest
 set -eu
 cd "$(dirname "$0")/.."
