@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -100,6 +101,9 @@ def test_length_limit_inside_a_block(expansion, builder):
         assert list(completion.token_ids) == known_ids()[:count]
         assert completion.finish_reason == "length"
         check_counts(completion)
+        if builder == "chain":  # all drafts are right: one that was lost would be past the limit,
+            stats = completion.stats  # and the last token is a bonus, which costs no draft
+            assert stats.num_drafted == stats.num_accepted == stats.num_tokens - stats.num_rounds
 
 
 def cut_by_hand(ids: list[int], stop: str, include: bool) -> tuple[list[int], str]:
@@ -127,6 +131,18 @@ def test_stop_strings_inside_and_across_blocks(expansion, builder, include):
             assert (list(completion.token_ids), completion.text) == (ids, text)
             assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
             check_counts(completion)
+
+
+def test_a_character_that_the_end_cuts_in_two():
+    """Half of it comes with the stop string's token: it is after the end. Else it is shown."""
+    letters = tokenizer(["a", "b", "Ã", "©", "bÃ"])  # the last one is b and the first byte of é
+    llm = LLM(in_memory(TableModel(6, eos_ids=(0,)), tokenizer=letters))
+    params = SamplingParams(max_new_tokens=2, allowed_token_ids=(5,))
+    assert llm.generate([1], params).text == letters.decode([5, 5]) == "b\ufffdb\ufffd"
+    for include in (False, True):
+        params = replace(params, stop=("b",), include_stop_str=include)
+        completion = llm.generate([1], params)
+        assert (completion.text, completion.token_ids) == ("b" if include else "", (5,))
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
