@@ -28,6 +28,7 @@ from forespeak.models.row_kernels import (
     rotate_append,
 )
 from forespeak.models.simd import BLOCK, LANES
+from forespeak.models.team import meet
 
 _SERIAL_ROWS = 3  # up to so many tokens, splitting small work over threads costs more
 
@@ -58,94 +59,82 @@ def norm_rows(threads: int, hidden: Array, gain: Array, n: int, eps: Any, out: A
             norm_row(hidden[t], gain, n, eps, out[t])
 
 
-@kernel(parallel=True)
-def _normed(
-    threads: int, n: int, eps: Any, hidden: Array, gain: Array, normed: Array,
-    q: Array, start: Array, scale: Array,
-) -> None:  # fmt: skip
-    tokens = hidden.shape[0]
-    if tokens <= _SERIAL_ROWS:
-        norm_quantize(hidden, gain, n, eps, normed, q, start, scale, 0, tokens)
-        return
-    for part in prange(threads):
-        norm_quantize(hidden, gain, n, eps, normed, q, start, scale,
-                      tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
-
-
-@kernel(parallel=True)
-def _multiplied(
-    portable: Any, threads: int, q: Array, start: Array, scale: Array,
-    weight: Array, channel_scale: Array, out: Array, add: bool,
-) -> None:  # fmt: skip
-    tiles = out.shape[1] // LANES
-    for part in prange(threads):
-        product(portable, q, start, scale, weight, channel_scale, out, add,
-                tiles * part // threads, tiles * (part + 1) // threads)  # fmt: skip
-
-
-@kernel(parallel=True)
-def _rotated(
-    threads: int, qkv: Array, bias: Array, query_norm: Array, key_norm: Array, cos: Array,
-    sin: Array, shape: Shape, keys: Array, values: Array, rows: Array, slots: Array,
-) -> None:  # fmt: skip
-    tokens = qkv.shape[0]
-    if tokens <= _SERIAL_ROWS:
-        rotate_append(qkv, bias, query_norm, key_norm, cos, sin, shape, keys, values, rows, slots,
-                      0, tokens)  # fmt: skip
-        return
-    for part in prange(threads):
-        rotate_append(qkv, bias, query_norm, key_norm, cos, sin, shape, keys, values, rows, slots,
-                      tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
-
-
-@kernel(parallel=True)
-def _attended(
-    threads: int, qkv: Array, keys: Array, values: Array, shape: Shape, rows: Array, first: Array,
-    last: Array, extra_at: Array, extra: Array, mixed: Array,
-) -> None:  # fmt: skip
-    queries = qkv.shape[0] * shape.num_heads
-    for part in prange(threads):
-        attend(qkv, keys, values, shape, rows, first, last, extra_at, extra, mixed,
-               queries * part // threads, queries * (part + 1) // threads)  # fmt: skip
-
-
-@kernel(parallel=True)
-def _quantized(threads: int, x: Array, q: Array, start: Array, scale: Array) -> None:
-    tokens = x.shape[0]
-    if tokens <= _SERIAL_ROWS:
-        quantize_rows(x, q, start, scale, 0, tokens)
-        return
-    for part in prange(threads):
-        quantize_rows(x, q, start, scale,
-                      tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
-
-
-@kernel(parallel=True)
-def _gated(
-    threads: int, gate_up: Array, bias: Array, gated: Array, q: Array, start: Array, scale: Array
-) -> None:
-    tokens = gate_up.shape[0]
-    if tokens <= _SERIAL_ROWS:
-        gate_quantize(gate_up, bias, gated, q, start, scale, 0, tokens)
-        return
-    for part in prange(threads):
-        gate_quantize(gate_up, bias, gated, q, start, scale,
-                      tokens * part // threads, tokens * (part + 1) // threads)  # fmt: skip
-
-
 @kernel()
-def _tap(hidden: Array, layer: int, tap_layers: Array, taps: Array) -> None:
+def _tap(hidden: Array, layer: int, tap_layers: Array, taps: Array, first: int, last: int) -> None:
     for k in range(tap_layers.shape[0]):
         if tap_layers[k] == layer:
-            for t in range(hidden.shape[0]):
+            for t in range(first, last):
                 for i in range(taps.shape[2]):
                     taps[t, k, i] = hidden[t, i]
 
 
 @kernel()
+def _program(
+    part: int, threads: int, barrier: Array, portable: Any, shape: Shape, hidden: Array, cos: Array,
+    sin: Array, stack: LayerStack, keys: Array, values: Array, plan: Plan, work: Workspace,
+    tap_layers: Array, taps: Array,
+) -> None:  # fmt: skip
+    """What one member of the team does in a forward: its share of every phase of every layer."""
+    n, eps, tokens = shape.hidden, np.float32(shape.eps), hidden.shape[0]
+    t0, t1 = tokens * part // threads, tokens * (part + 1) // threads
+    queries = tokens * shape.num_heads
+    q0, q1 = queries * part // threads, queries * (part + 1) // threads
+    q_h, start_h, scale_h = work.q_hidden, work.start_hidden, work.scale_hidden
+    q_m, start_m, scale_m = work.q_mixed, work.start_mixed, work.scale_mixed
+    q_g, start_g, scale_g = work.q_gated, work.start_gated, work.scale_gated
+    for i in range(stack.attention_norm.shape[0]):
+        norm_quantize(hidden, stack.attention_norm[i], n, eps, work.normed, q_h, start_h, scale_h,
+                      t0, t1)  # fmt: skip
+        meet(barrier, threads)
+        _share(portable, part, threads, q_h, start_h, scale_h, stack.qkv_weight[i],
+               stack.qkv_scale[i], work.qkv, False)  # fmt: skip
+        meet(barrier, threads)
+        rotate_append(work.qkv, stack.qkv_bias[i], stack.query_norm[i], stack.key_norm[i], cos, sin,
+                      shape, keys[i], values[i], plan.row, plan.slot, t0, t1)  # fmt: skip
+        meet(barrier, threads)
+        kind = plan.windowed[i]
+        attend(work.qkv, keys[i], values[i], shape, plan.row, plan.first[kind], plan.last[kind],
+               plan.extra_at[kind], plan.extra[kind], work.mixed, q0, q1)  # fmt: skip
+        meet(barrier, threads)
+        quantize_rows(work.mixed, q_m, start_m, scale_m, t0, t1)
+        meet(barrier, threads)
+        _share(portable, part, threads, q_m, start_m, scale_m, stack.out_weight[i],
+               stack.out_scale[i], hidden, True)  # fmt: skip
+        meet(barrier, threads)
+        add_bias(hidden, stack.out_bias[i], t0, t1)
+        norm_quantize(hidden, stack.mlp_norm[i], n, eps, work.normed, q_h, start_h, scale_h,
+                      t0, t1)  # fmt: skip
+        meet(barrier, threads)
+        _share(portable, part, threads, q_h, start_h, scale_h, stack.gate_up_weight[i],
+               stack.gate_up_scale[i], work.gate_up, False)  # fmt: skip
+        meet(barrier, threads)
+        gate_quantize(
+            work.gate_up, stack.gate_up_bias[i], work.gated, q_g, start_g, scale_g, t0, t1
+        )
+        meet(barrier, threads)
+        _share(portable, part, threads, q_g, start_g, scale_g, stack.down_weight[i],
+               stack.down_scale[i], hidden, True)  # fmt: skip
+        meet(barrier, threads)
+        add_bias(hidden, stack.down_bias[i], t0, t1)
+        _tap(hidden, i, tap_layers, taps, t0, t1)
+
+
+@kernel()
+def _share(
+    portable: Any, part: int, threads: int, q: Array, start: Array, scale: Array, weight: Array,
+    channel_scale: Array, out: Array, add: bool,
+) -> None:  # fmt: skip
+    """One member's tiles of a product."""
+    tiles = out.shape[1] // LANES
+    product(portable, q, start, scale, weight, channel_scale, out, add,
+            tiles * part // threads, tiles * (part + 1) // threads)  # fmt: skip
+
+
+@kernel(parallel=True)
 def run_layers(
     portable: Any,
     threads: int,
+    barrier: Array,
     shape: Shape,
     hidden: Array,  # [T, H] float32, embeddings in, last layer's output out
     cos: Array,  # [T, D/2] float32
@@ -158,35 +147,13 @@ def run_layers(
     tap_layers: Array,  # [K] int64
     taps: Array,  # [T, K, H without padding] float32, filled
 ) -> None:
-    """All decoder layers over T new tokens; appends their keys and values to the cache."""
-    n, eps = shape.hidden, np.float32(shape.eps)
-    q_h, start_h, scale_h = work.q_hidden, work.start_hidden, work.scale_hidden
-    q_m, start_m, scale_m = work.q_mixed, work.start_mixed, work.scale_mixed
-    q_g, start_g, scale_g = work.q_gated, work.start_gated, work.scale_gated
-    qkv, out, gate_up, down = stack.qkv, stack.out, stack.gate_up, stack.down
-    for i in range(stack.attention_norm.shape[0]):
-        _normed(threads, n, eps, hidden, stack.attention_norm[i], work.normed,
-                q_h, start_h, scale_h)  # fmt: skip
-        _multiplied(portable, threads, q_h, start_h, scale_h, qkv.weight[i], qkv.scale[i],
-                    work.qkv, False)  # fmt: skip
-        _rotated(threads, work.qkv, qkv.bias[i], stack.query_norm[i], stack.key_norm[i], cos, sin,
-                 shape, keys[i], values[i], plan.row, plan.slot)  # fmt: skip
-        kind = plan.windowed[i]
-        _attended(threads, work.qkv, keys[i], values[i], shape, plan.row, plan.first[kind],
-                  plan.last[kind], plan.extra_at[kind], plan.extra[kind], work.mixed)  # fmt: skip
-        _quantized(threads, work.mixed, q_m, start_m, scale_m)
-        _multiplied(portable, threads, q_m, start_m, scale_m, out.weight[i], out.scale[i],
-                    hidden, True)  # fmt: skip
-        add_bias(hidden, out.bias[i])
-        _normed(threads, n, eps, hidden, stack.mlp_norm[i], work.normed,
-                q_h, start_h, scale_h)  # fmt: skip
-        _multiplied(portable, threads, q_h, start_h, scale_h, gate_up.weight[i], gate_up.scale[i],
-                    work.gate_up, False)  # fmt: skip
-        _gated(threads, work.gate_up, gate_up.bias[i], work.gated, q_g, start_g, scale_g)
-        _multiplied(portable, threads, q_g, start_g, scale_g, down.weight[i], down.scale[i],
-                    hidden, True)  # fmt: skip
-        add_bias(hidden, down.bias[i])
-        _tap(hidden, i, tap_layers, taps)
+    """All decoder layers over T new tokens; appends their keys and values to the cache.
+
+    ``threads`` members must be able to run at once, see ``team.runs_as_team``.
+    """
+    for part in prange(threads):
+        _program(part, threads, barrier, portable, shape, hidden, cos, sin, stack, keys, values,
+                 plan, work, tap_layers, taps)  # fmt: skip
 
 
 @kernel(parallel=True)

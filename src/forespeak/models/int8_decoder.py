@@ -31,6 +31,7 @@ from forespeak.models.kv_cache import KVCache
 from forespeak.models.parameters import LayerTensors, OuterTensors, read_parameters
 from forespeak.models.quantize import MatrixBuilder, padded, single_matrix
 from forespeak.models.simd import BLOCK, has_int8_product
+from forespeak.models.team import new_barrier, runs_as_team
 from forespeak.types import Segment, TargetOutput
 
 _HALF_LIMIT = 60000.0  # embeddings below this magnitude are kept in float16
@@ -65,10 +66,9 @@ class _StackBuilder:
             self.head_norms[1, i] = layer.key_norm.float().numpy()
 
     def build(self) -> LayerStack:
-        return LayerStack(
-            self.qkv.build(), self.out.build(), self.gate_up.build(), self.down.build(),
-            self.norms[0], self.norms[1], self.head_norms[0], self.head_norms[1],
-        )  # fmt: skip
+        matrices = (self.qkv, self.out, self.gate_up, self.down)
+        arrays = [array for matrix in matrices for array in matrix.build()]
+        return LayerStack(*arrays, *self.norms, *self.head_norms)
 
 
 class Int8Decoder(TargetModel):
@@ -76,7 +76,8 @@ class Int8Decoder(TargetModel):
 
     Args:
         config, weights, context_length: as for ``Decoder``.
-        threads: CPU threads of a forward; None means all that Numba has.
+        threads: CPU threads of a forward; None means all that Numba has. One is used where the
+            machine's threading layer cannot run them as a team; ``threads`` then says 1.
         portable: plain arithmetic in place of the AVX-512 VNNI product; same numbers, slower.
             None chooses by this CPU.
 
@@ -102,6 +103,8 @@ class Int8Decoder(TargetModel):
         self.config = config
         self.device = torch.device("cpu")
         self.threads = threads or most
+        if not runs_as_team(self.threads):  # an OpenMP told to use fewer threads, or another layer
+            self.threads = 1
         self.portable = not has_int8_product() if portable is None else portable
         self._rope = RopeTable(config, context_length or config.max_position_embeddings)
         self._windowed = window_flags(config)
@@ -177,8 +180,8 @@ class Int8Decoder(TargetModel):
         hidden[:, :n] = self.embed(tokens).numpy()
         tapped = np.empty((len(tokens), len(taps), n), np.float32)
         run_layers(
-            True if self.portable else None, self.threads, self._shape, hidden, cos.numpy(),
-            sin.numpy(), self._stack, cache.keys.numpy(), cache.values.numpy(), plan,
+            True if self.portable else None, self.threads, new_barrier(), self._shape, hidden,
+            cos.numpy(), sin.numpy(), self._stack, cache.keys.numpy(), cache.values.numpy(), plan,
             make_workspace(len(tokens), width, self._stack, BLOCK), np.array(taps, np.int64),
             tapped,
         )  # fmt: skip

@@ -22,12 +22,23 @@ class Matrix(NamedTuple):
 
 
 class LayerStack(NamedTuple):
-    """Weights of all decoder layers."""
+    """Weights of all decoder layers: four matrices and the norms.
 
-    qkv: Matrix
-    out: Matrix
-    gate_up: Matrix  # gate rows first, then up rows, each padded to 32
-    down: Matrix
+    Flat, because Numba hands only flat tuples to its threads.
+    """
+
+    qkv_weight: Array
+    qkv_scale: Array
+    qkv_bias: Array
+    out_weight: Array
+    out_scale: Array
+    out_bias: Array
+    gate_up_weight: Array  # gate rows first, then up rows, each padded to 32
+    gate_up_scale: Array
+    gate_up_bias: Array
+    down_weight: Array
+    down_scale: Array
+    down_bias: Array
     attention_norm: Array  # [L, H] float32
     mlp_norm: Array  # [L, H]
     query_norm: Array  # [L, D], or [L, 0]
@@ -36,13 +47,7 @@ class LayerStack(NamedTuple):
 
 def first_layers(stack: LayerStack, num_layers: int) -> LayerStack:
     """The first layers of a stack, memory shared."""
-
-    def cut(part: Any) -> Any:
-        if isinstance(part, Matrix):
-            return Matrix(*(array[:num_layers] for array in part))
-        return part[:num_layers]
-
-    return LayerStack(*(cut(part) for part in stack))
+    return LayerStack(*(array[:num_layers] for array in stack))
 
 
 class Shape(NamedTuple):
@@ -92,8 +97,8 @@ class Workspace(NamedTuple):
 
 def make_workspace(num_tokens: int, hidden_width: int, stack: LayerStack, block: int) -> Workspace:
     """Buffers for ``num_tokens`` tokens; ``block`` inputs share a scale."""
-    mixed_width = stack.out.weight.shape[1] // stack.out.scale.shape[1]
-    inner = stack.gate_up.scale.shape[1] // 2
+    mixed_width = stack.out_weight.shape[1] // stack.out_scale.shape[1]
+    inner = stack.gate_up_scale.shape[1] // 2
 
     def floats(width: int) -> Array:
         return np.zeros((num_tokens, width), np.float32)
@@ -106,7 +111,7 @@ def make_workspace(num_tokens: int, hidden_width: int, stack: LayerStack, block:
         )
 
     return Workspace(
-        floats(hidden_width), floats(stack.qkv.scale.shape[1]), floats(mixed_width),
+        floats(hidden_width), floats(stack.qkv_scale.shape[1]), floats(mixed_width),
         floats(2 * inner), floats(inner), *integers(hidden_width), *integers(mixed_width),
         *integers(inner),
     )  # fmt: skip

@@ -17,7 +17,7 @@ from numba import njit
 
 _SOURCES = (
     "simd.py", "simd_attention.py", "int8_layout.py", "row_kernels.py", "attention_kernels.py",
-    "fused.py",
+    "team.py", "fused.py",
 )  # fmt: skip
 
 

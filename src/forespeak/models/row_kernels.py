@@ -184,8 +184,8 @@ def gate_quantize(
 
 
 @kernel()
-def add_bias(x: Array, bias: Array) -> None:
-    for t in range(x.shape[0] if bias.shape[0] else 0):
+def add_bias(x: Array, bias: Array, first: int, last: int) -> None:
+    for t in range(first, last):
         for i in range(bias.shape[0]):
             x[t, i] += bias[i]
 
