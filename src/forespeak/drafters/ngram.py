@@ -10,8 +10,8 @@ the earliest match; here a table of n-grams grows with the text, so a round cost
 long the text is.
 
 Every proposal is a point mass. How many tokens a match is worth follows from how earlier proposals
-of this row fared: what the last rounds lost is not risked again, what they won is doubled. That
-looks at older rounds only (law 3).
+of this row fared: what was won whole is doubled, what was lost is cut back to a little more than
+was accepted. That looks at older rounds only (law 3).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class NgramDrafter(Drafter):
         if num_accepted >= len(row.proposed):
             row.limit = max(row.limit, 2 * len(row.proposed))
         else:
-            row.limit = max(1, num_accepted + 1)
+            row.limit = max(num_accepted + 2, row.limit // 2)
         row.proposed = ()
 
     def _propose_one(self, row: _Row, root: int, depth: int) -> tuple[int, ...]:

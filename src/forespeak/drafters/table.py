@@ -82,7 +82,7 @@ NGRAM = MethodEntry(
     paper="github.com/apoorvumang/prompt-lookup-decoding",
     info=DrafterInfo(method="ngram", expansion="none", point_mass=True, trained=False),
     needs="nothing",
-    defaults={"num_speculative_tokens": 8, "lookup_min": 2, "lookup_max": 5},
+    defaults={"num_speculative_tokens": 7, "lookup_min": 1, "lookup_max": 4},
     available=True,
     builders=("chain",),
 )
