@@ -71,7 +71,7 @@ def test_all_drafts_with_a_cut_of_the_target_where_no_drafter_was_named(
     done = forespeak("compare", "--prompts", file, "--limit", "1", "--json")
     drafters = {row["method"]: row["drafter"] for row in done.record["rows"]}
     assert drafters["ngram"] is None
-    assert drafters["draft_model"] == drafters["ngram+draft_model"] == "truncate:8"
+    assert drafters["draft_model"] == drafters["ngram+draft_model"] == "truncate:9"
 
 
 def test_all_leaves_out_a_drafter_that_nobody_named_and_that_does_not_fit(

@@ -93,16 +93,24 @@ def open_all(
             runners.append(EngineRunner(open_llm(model, config), raw=raw))
             continue
         try:
-            config = replace(config, drafter=stand_in(model))
+            config = stand_in(model, config)
             runners.append(EngineRunner(open_llm(model, config), raw=raw))
         except ForespeakError as error:
             consoles.say(f"{config.method} is left out: {error}")
     return runners
 
 
-def stand_in(model: Target) -> str:
-    """An untrained cut of the target: shows that a draft model works, not how fast it can be."""
-    return f"truncate:{max(1, model.model.config.num_layers * 4 // 5)}"
+def stand_in(model: Target, config: SpeculationConfig) -> SpeculationConfig:
+    """An untrained cut of the target: shows that a draft model works, not how fast it can be.
+
+    Nine tenths of the layers, one token at a time: less of an untrained model is hardly ever right,
+    and more than one token of so large a one costs more than it brings (docs/log.md).
+    """
+    layers = max(1, model.model.config.num_layers * 9 // 10)
+    length = config.num_speculative_tokens
+    if length is None and config.builder in (None, "chain"):
+        length = 1
+    return replace(config, drafter=f"truncate:{layers}", num_speculative_tokens=length)
 
 
 def cascade(
