@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from forespeak.drafters.loader import load_drafter
 from forespeak.drafters.table import METHODS
@@ -78,6 +80,7 @@ class LLM:
         else:
             self.target = load_target(target, dtype=dtype, device=device, threads=threads)
         self._proposer = self._open_proposer()
+        self._free = threading.Lock()
         self.builder = "+".join(member.builder for member in self._members) or "none"
         names = [member.config.drafter for member in self._members if member.config.drafter]
         self.drafter_name = "+".join(names) or None
@@ -119,12 +122,13 @@ class LLM:
         text, decoding, prompt_ids = self._start(prompt, params, raw=raw)
         pieces: list[str] = []
         first: float | None = None
-        for piece in decoding.run(prompt_ids):
-            first = first or time.perf_counter() - start
-            if piece:
-                pieces.append(piece)
-                if on_text is not None:
-                    on_text(piece)
+        with contextlib.closing(self._written(decoding, prompt_ids)) as written:
+            for piece in written:
+                first = first or time.perf_counter() - start
+                if piece:
+                    pieces.append(piece)
+                    if on_text is not None:
+                        on_text(piece)
         assert text.end is not None and text.end.finish_reason is not None and first is not None
         return Completion(
             text="".join(pieces), token_ids=tuple(text.token_ids),
@@ -136,9 +140,12 @@ class LLM:
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, raw: bool = False
     ) -> Iterator[str]:
-        """Pieces of the text as they are settled, each of whole characters."""
+        """Pieces of the text as they are settled, each of whole characters.
+
+        Until the iterator has ended or was closed, this LLM can write no other text.
+        """
         _, decoding, prompt_ids = self._start(prompt, params, raw=raw)
-        return (piece for piece in decoding.run(prompt_ids) if piece)
+        return (piece for piece in self._written(decoding, prompt_ids) if piece)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids that a prompt becomes."""
@@ -151,6 +158,18 @@ class LLM:
         text = [*self.encode(prompt, raw=raw), *answer_ids[:position]]
         best = next_logits(self.target.model, text).topk(2).values
         return float(best[0] - best[1])
+
+    def _written(self, decoding: Decoding, prompt_ids: Sequence[int]) -> Generator[str, None, None]:
+        """Runs a decoding; one at a time, because the drafter follows one text."""
+        if not self._free.acquire(blocking=False):
+            raise OptionError(
+                "This LLM is writing another text; allowed: one at a time. Let the other one end, "
+                "close its stream, or make a second LLM of the same target."
+            )
+        try:
+            yield from decoding.run(prompt_ids)
+        finally:
+            self._free.release()
 
     def _start(
         self, prompt: Prompt, params: SamplingParams | None, *, raw: bool
