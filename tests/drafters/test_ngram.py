@@ -96,16 +96,16 @@ def test_proposes_right_after_a_prompt_of_one_token():
     assert proposed(drafter_after([4], 1, 3), 5, 2) == ()
 
 
-def test_what_was_lost_is_not_risked_again_and_what_was_won_is_doubled():
+def test_what_was_won_whole_is_doubled_and_what_was_lost_is_cut_back():
     drafter = drafter_after([7] * 5, 1, 3, adaptive=True)
     lengths = []
-    for num_accepted in (4, 8, 0, 1, 2, 1, 0):
+    for num_accepted in (4, 8, 7, 1, 4, 0, 0, 0):
         found = proposed(drafter, 7, 32)
         assert set(found) == {7}
         lengths.append(len(found))
         drafter.observe([observation([7] * (1 + num_accepted))])
-    assert lengths == [4, 8, 16, 1, 2, 4, 2]
-    assert len(proposed(drafter, 7, 32)) == 1
+    assert lengths == [4, 8, 16, 9, 4, 8, 4, 2]
+    assert len(proposed(drafter, 7, 32)) == 2
 
 
 def test_a_failed_short_match_limits_only_its_own_row():
@@ -116,7 +116,7 @@ def test_a_failed_short_match_limits_only_its_own_row():
     drafter.propose([0, 1], [1, 1], 8)
     drafter.observe([observation([1], 0), observation([1, 2, 3, 4, 5], 1)])
     short, long = drafter.propose([0, 1], [2, 6], 8).tokens
-    assert (len(short), len(long)) == (1, 8)
+    assert (len(short), len(long)) == (2, 8)
 
 
 def test_without_adaptivity_every_match_is_copied_in_full():

@@ -28,8 +28,7 @@ def test_defaults_of_ngram():
     (member,) = resolved.members
     assert (member.builder, member.point_mass) == ("chain", True)
     assert resolved.shown == settings(
-        method="ngram", builder="chain", num_speculative_tokens=8, lookup_min=2, lookup_max=5,
-        draft_sampling="greedy",
+        method="ngram", builder="chain", draft_sampling="greedy", **METHODS["ngram"].defaults,
     )  # fmt: skip
 
 
@@ -64,7 +63,10 @@ def test_a_cascade_gives_each_member_what_is_its_own():
     )
     ngram, model = resolve(asked).members
     assert (ngram.builder, model.builder) == ("chain", "dynamic_tree")
-    assert (ngram.config.lookup_min, ngram.config.lookup_max) == (3, 5)
+    assert (ngram.config.lookup_min, ngram.config.lookup_max) == (
+        3,
+        METHODS["ngram"].defaults["lookup_max"],
+    )
     assert ngram.config.drafter is None and ngram.config.node_budget is None
     assert (model.config.drafter, model.config.node_budget) == ("x", 7)
     assert model.config.lookup_min is None
@@ -90,7 +92,7 @@ REFUSED = [
     ({"method": "ngram", "num_speculative_tokens": -4}, "1 or more"),
     ({"method": "ngram", "lookup_min": 0}, "1 or more"),
     ({"method": "ngram", "lookup_max": -1}, "1 or more"),
-    ({"method": "ngram", "lookup_min": 6}, "lookup_min up to lookup_max"),
+    ({"method": "ngram", "lookup_min": 60}, "lookup_min up to lookup_max"),
     ({"method": "ngram", "lookup_min": 3, "lookup_max": 2}, "lookup_min up to lookup_max"),
     ({"method": "draft_model", "drafter": "truncate:0"}, "N of 1 or more"),
     ({"method": "draft_model", "drafter": "truncate:two"}, "N of 1 or more"),
