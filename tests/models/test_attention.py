@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forespeak.models.attention import attend, build_plan, dense_mask
-from forespeak.models.int8_layout import Plan
+from forespeak.models.kernels.layout import Plan
 from forespeak.models.kv_cache import KVCache
 from forespeak.types import Segment
 

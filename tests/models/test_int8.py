@@ -22,8 +22,8 @@ from forespeak.errors import CheckpointError, OptionError
 from forespeak.models.config import ModelConfig
 from forespeak.models.decoder import Decoder
 from forespeak.models.int8_decoder import Int8Decoder
+from forespeak.models.kernels.simd import BLOCK, has_int8_product
 from forespeak.models.loading import load_checkpoint
-from forespeak.models.simd import BLOCK, has_int8_product
 from forespeak.types import TargetOutput
 from tests.models.driver import Driver, chain, random_tree
 from tests.tiny import random_tokens, random_weights, run, tiny_config, tiny_decoder, tiny_int8

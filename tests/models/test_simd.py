@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numba import njit
 
-from forespeak.models import simd
-from forespeak.models.row_kernels import product, quantize_row
-from forespeak.models.simd import BLOCK, LANES, has_int8_product
+from forespeak.models.kernels import simd
+from forespeak.models.kernels.rows import product, quantize_row
+from forespeak.models.kernels.simd import BLOCK, LANES, has_int8_product
 
 Array = np.ndarray[Any, Any]
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from forespeak.models import simd_attention
-from forespeak.models.simd_attention import KEYS_PER_TILE
+from forespeak.models.kernels import simd_attention
+from forespeak.models.kernels.simd_attention import KEYS_PER_TILE
 
 Array = np.ndarray[Any, Any]
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from forespeak.sampling import SamplingParams
 from forespeak.spec.grammar import Grammar, GrammarState, GrammarTokenizer, compile_grammar
 from forespeak.spec.logprobs import token_logprobs
-from forespeak.types import TokenLogprob
 from forespeak.spec.processors import LogitsPipeline, node_paths
 from forespeak.spec.stopping import Stopper
 from forespeak.spec.tree import CandidateTree
+from forespeak.types import TokenLogprob
 from tests.spec.grammar_cases import END_OF_TURN, EOS, random_case, vocabulary
 
 TOKENS = vocabulary()

@@ -90,7 +90,9 @@ def test_every_node_has_the_law_of_the_slow_form(seed):
 
 
 def test_a_row_does_not_depend_on_the_other_rows():
-    controls = SamplingParams(temperature=0.8, top_p=0.8, frequency_penalty=1, repetition_penalty=1.3)
+    controls = SamplingParams(
+        temperature=0.8, top_p=0.8, frequency_penalty=1, repetition_penalty=1.3
+    )
     pipeline = LogitsPipeline(controls, [3, 4], eos_ids=(EOS,), vocab_size=9)
     pipeline.advance([5, 5])
     logits = torch.randn(3, 9)
@@ -102,7 +104,11 @@ def test_a_row_does_not_depend_on_the_other_rows():
 
 def test_without_work_the_logits_come_back_untouched():
     logits = torch.randn(2, 9)
-    for controls in (SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(top_p=0.5, top_k=3)):
+    for controls in (
+        SamplingParams(),
+        SamplingParams(temperature=1.0),
+        SamplingParams(top_p=0.5, top_k=3),
+    ):
         pipeline = LogitsPipeline(controls, [3], eos_ids=(EOS,), vocab_size=9)
         assert pipeline.apply(logits, [(), (2,)]) is logits
 
@@ -110,7 +116,9 @@ def test_without_work_the_logits_come_back_untouched():
 def test_filters_keep_the_best_token_and_greedy_skips_them():
     logits = torch.randn(50, 30)
     paths = [()] * 50
-    greedy = LogitsPipeline(SamplingParams(top_k=3, top_p=0.1, min_p=0.9), eos_ids=(EOS,), vocab_size=30)
+    greedy = LogitsPipeline(
+        SamplingParams(top_k=3, top_p=0.1, min_p=0.9), eos_ids=(EOS,), vocab_size=30
+    )
     for controls in (
         SamplingParams(temperature=0.7, top_k=1),
         SamplingParams(temperature=0.7, top_p=1e-9),
@@ -151,7 +159,10 @@ def test_equals_go_to_the_lower_id_and_top_k_keeps_them_all():
 def test_wide_sets_leave_the_candidates_and_give_the_same():
     """Sets of 512 tokens and of more than 4096 take the other branches of the search."""
     logits = torch.randn(3, 9000, dtype=torch.float64) * torch.tensor([[8.0], [2.0], [0.01]])
-    for controls in (SamplingParams(temperature=1, top_p=0.9), SamplingParams(temperature=1, typical_p=0.9)):
+    for controls in (
+        SamplingParams(temperature=1, top_p=0.9),
+        SamplingParams(temperature=1, typical_p=0.9),
+    ):
         pipeline = LogitsPipeline(controls, eos_ids=(EOS,), vocab_size=9000)
         law = pipeline.law(pipeline.apply(logits, [()] * 3))
         sizes = (law > 0).sum(-1).tolist()
@@ -181,7 +192,11 @@ def test_min_tokens_counts_tokens_of_output_and_path_and_not_rounds():
 
 def test_bad_words_see_the_path_and_not_the_prompt():
     pipeline = LogitsPipeline(
-        SamplingParams(), [3, 4], eos_ids=(EOS,), vocab_size=9, bad_word_ids=[[3, 4, 5], [6], [8, 8]]
+        SamplingParams(),
+        [3, 4],
+        eos_ids=(EOS,),
+        vocab_size=9,
+        bad_word_ids=[[3, 4, 5], [6], [8, 8]],
     )
     paths = [(), (3,), (3, 4), (8,)]
 
@@ -227,7 +242,9 @@ def test_a_dead_end_ends_the_text():
 
 def test_impossible_masks_and_foreign_ids_are_refused():
     def build(words: Sequence[Sequence[int]] = (), **fields: Any) -> LogitsPipeline:
-        return LogitsPipeline(SamplingParams(**fields), eos_ids=(EOS,), vocab_size=9, bad_word_ids=words)
+        return LogitsPipeline(
+            SamplingParams(**fields), eos_ids=(EOS,), vocab_size=9, bad_word_ids=words
+        )
 
     with pytest.raises(OptionError, match="no first token"):
         build(allowed_token_ids=(EOS,), min_tokens=1)
@@ -245,7 +262,9 @@ def test_impossible_masks_and_foreign_ids_are_refused():
 
 
 def test_draft_rows_take_the_same_road_as_target_rows():
-    controls = SamplingParams(temperature=0.9, frequency_penalty=1.5, min_p=0.1, logit_bias={2: 3.0})
+    controls = SamplingParams(
+        temperature=0.9, frequency_penalty=1.5, min_p=0.1, logit_bias={2: 3.0}
+    )
     pipeline = LogitsPipeline(controls, [1], eos_ids=(EOS,), vocab_size=7)
     pipeline.advance([4, 4])
     logits = torch.randn(1, 7)

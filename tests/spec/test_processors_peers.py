@@ -86,7 +86,9 @@ def test_golden_filters():
         logits = tensors["warp.logits"]
         assert warps
         for number, fields in enumerate(warps):
-            pipeline = LogitsPipeline(SamplingParams(**fields), eos_ids=(), vocab_size=logits.shape[1])
+            pipeline = LogitsPipeline(
+                SamplingParams(**fields), eos_ids=(), vocab_size=logits.shape[1]
+            )
             laws = pipeline.law(pipeline.apply(logits, [(), ()]))
             stored = torch.stack([tensors[f"warp{number}.p"], tensors[f"warp{number}.q"]])
             torch.testing.assert_close(laws, stored, rtol=0, atol=1e-9)

@@ -39,7 +39,9 @@ def stopper(controls: SamplingParams) -> Stopper:
     return Stopper(controls, eos_ids=(EOS,), decoder=ListDecoder())
 
 
-def obvious(controls: SamplingParams, tokens: list[int]) -> tuple[int, str, str | None, str | int | None]:
+def obvious(
+    controls: SamplingParams, tokens: list[int]
+) -> tuple[int, str, str | None, str | int | None]:
     """Plain decoding: grow the text by one token, look at all of it."""
     text = ""
     for number, token in enumerate(tokens, start=1):

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forespeak.models.int8_layout import Array, Plan
+from forespeak.models.kernels.layout import Array, Plan
 from forespeak.models.kv_cache import KVCache
 from forespeak.types import Segment
 

@@ -19,19 +19,19 @@ from forespeak.models.attention import build_plan
 from forespeak.models.base import Cache, TargetModel, first_layers_config
 from forespeak.models.config import ModelConfig
 from forespeak.models.decoder import RopeTable, window_flags
-from forespeak.models.fused import multiply, norm_rows, run_layers
-from forespeak.models.int8_layout import (
+from forespeak.models.kernels.fused import multiply, norm_rows, run_layers
+from forespeak.models.kernels.layout import (
     Array,
     LayerStack,
     Shape,
     first_layers,
     make_workspace,
 )
+from forespeak.models.kernels.simd import BLOCK, has_int8_product
+from forespeak.models.kernels.team import new_barrier, runs_as_team
 from forespeak.models.kv_cache import KVCache
 from forespeak.models.parameters import LayerTensors, OuterTensors, read_parameters
 from forespeak.models.quantize import MatrixBuilder, padded, single_matrix
-from forespeak.models.simd import BLOCK, has_int8_product
-from forespeak.models.team import new_barrier, runs_as_team
 from forespeak.types import Segment, TargetOutput
 
 _HALF_LIMIT = 60000.0  # embeddings below this magnitude are kept in float16

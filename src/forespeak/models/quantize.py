@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from forespeak.errors import CheckpointError
-from forespeak.models.fused import quantize_tiles
-from forespeak.models.int8_layout import Array, Matrix
-from forespeak.models.simd import BLOCK, LANES
+from forespeak.models.kernels.fused import quantize_tiles
+from forespeak.models.kernels.layout import Array, Matrix
+from forespeak.models.kernels.simd import BLOCK, LANES
 
 
 def padded(size: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from forespeak.models.simd import (
+from forespeak.models.kernels.simd import (
     LANES,
     V16F,
     cgutils,

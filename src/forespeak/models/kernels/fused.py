@@ -2,7 +2,7 @@
 
 Kernels work on numpy views of torch storage. Everything that touches one token's values is done
 token by token in a fixed order; tokens share only the reading of weights and keys. Letters as in
-``int8_layout.py``.
+``layout.py``.
 
 ``portable`` is None for the VNNI product and anything else for plain arithmetic (see ``simd.py``).
 """
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from numba import prange
 
-from forespeak.models.attention_kernels import attend
-from forespeak.models.int8_layout import Array, LayerStack, Plan, Shape, Workspace
-from forespeak.models.kernel_cache import kernel
-from forespeak.models.row_kernels import (
+from forespeak.models.kernels.attention import attend
+from forespeak.models.kernels.cache import kernel
+from forespeak.models.kernels.layout import Array, LayerStack, Plan, Shape, Workspace
+from forespeak.models.kernels.rows import (
     add_bias,
     gate_quantize,
     norm_quantize,
@@ -27,8 +27,8 @@ from forespeak.models.row_kernels import (
     quantize_tile_rows,
     rotate_append,
 )
-from forespeak.models.simd import BLOCK, LANES
-from forespeak.models.team import meet
+from forespeak.models.kernels.simd import BLOCK, LANES
+from forespeak.models.kernels.team import meet
 
 _SERIAL_ROWS = 3  # up to so many tokens, splitting small work over threads costs more
 

@@ -2,7 +2,7 @@
 
 A query is a (token, head) pair. Queries of one cache row and KV head are taken together, key tile
 by key tile, so that a tile is read into the nearest cache once for all of them; each query's own
-sums are the same as if it were alone. Letters as in ``int8_layout.py``, G query heads a KV head.
+sums are the same as if it were alone. Letters as in ``layout.py``, G query heads a KV head.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from forespeak.models.int8_layout import Array, Shape
-from forespeak.models.kernel_cache import kernel
-from forespeak.models.row_kernels import REDUCE
-from forespeak.models.simd import LANES, exp_tile
-from forespeak.models.simd_attention import (
+from forespeak.models.kernels.cache import kernel
+from forespeak.models.kernels.layout import Array, Shape
+from forespeak.models.kernels.rows import REDUCE
+from forespeak.models.kernels.simd import LANES, exp_tile
+from forespeak.models.kernels.simd_attention import (
     KEYS_PER_TILE,
     score_tile_1,
     score_tile_4,

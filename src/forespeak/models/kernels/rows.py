@@ -1,7 +1,7 @@
 """Kernels over rows (tokens), compiled by Numba: norm, quantisation, product, rotation, gate.
 
 Each handles the tokens ``first .. last-1`` and does, for one token, the same operations in the same
-order whatever the other tokens are. Letters as in ``int8_layout.py``.
+order whatever the other tokens are. Letters as in ``layout.py``.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from forespeak.models.int8_layout import Array, Shape
-from forespeak.models.kernel_cache import kernel
-from forespeak.models.simd import (
+from forespeak.models.kernels.cache import kernel
+from forespeak.models.kernels.layout import Array, Shape
+from forespeak.models.kernels.simd import (
     BLOCK,
     LANES,
     dot_tile_1,
@@ -21,7 +21,7 @@ from forespeak.models.simd import (
     dot_tile_8,
     gate_tile,
 )
-from forespeak.models.simd_attention import KEYS_PER_TILE
+from forespeak.models.kernels.simd_attention import KEYS_PER_TILE
 
 # Sums of one row may be reordered by the compiler (always the same way for the same length).
 REDUCE = {"reassoc", "nnan", "nsz"}

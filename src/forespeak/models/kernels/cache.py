@@ -15,18 +15,13 @@ from typing import Any
 
 from numba import njit
 
-_SOURCES = (
-    "simd.py", "simd_attention.py", "int8_layout.py", "row_kernels.py", "attention_kernels.py",
-    "team.py", "fused.py",
-)  # fmt: skip
-
 
 @cache
 def source_digest(folder: Path = Path(__file__).parent) -> str:
-    """Digest of the kernels' source files."""
+    """Digest of the kernels' source files, all of this folder."""
     digest = hashlib.sha256()
-    for name in _SOURCES:
-        digest.update((folder / name).read_bytes())
+    for path in sorted(folder.glob("*.py")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 

@@ -19,9 +19,9 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 
-from forespeak.models.int8_layout import Array
-from forespeak.models.kernel_cache import kernel
-from forespeak.models.simd import cgutils, pointer_to, vector_intrinsic
+from forespeak.models.kernels.cache import kernel
+from forespeak.models.kernels.layout import Array
+from forespeak.models.kernels.simd import cgutils, pointer_to, vector_intrinsic
 
 _numba: Any = numba  # leaves some names out of its annotations
 _SPINS = 10_000  # about ten microseconds, the length of a short phase
