@@ -31,7 +31,7 @@ test-fast: install ## the tests that take under 90 seconds together
 	@$(BIN)/python -m pytest -m "not slow" $(PYTEST_FLAGS)
 
 check: install ## ruff and mypy
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check --no-cache .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from forespeak.drafters.table import METHODS
 
 from forespeak.cli.methods import markdown
 from forespeak.cli.options import SettingOptions
+from forespeak.drafters.table import METHODS
 from tests.cli.conftest import Command
 
 NAMES = (
