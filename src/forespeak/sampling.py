@@ -18,6 +18,7 @@ from forespeak.errors import OptionError
 
 MAX_LOGIT_BIAS = 100.0  # the range of OpenAI's API
 MAX_PENALTY = 2.0  # the range of OpenAI's API for presence and frequency
+REPETITION_RANGE = (0.01, 100.0)  # far beyond use; further out logits leave float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,8 @@ class SamplingParams:
     Attributes:
         max_new_tokens: every token the user gets counts, end-of-sequence included.
         min_tokens: end-of-sequence and stop token ids are impossible, and stop strings do not
-            count, until this many tokens are out.
+            count, until this many tokens are out. A grammar that is finished ends the text sooner:
+            nothing else is left to write.
         temperature: 0 takes the best token always.
         seed: of all randomness of this text.
         top_k: only the k best tokens, ties with the k-th included; 0 is off.
@@ -124,7 +126,8 @@ class SamplingParams:
         _number("min_p", self.min_p, 0, 1, "Use 0 to switch it off.")
         _number("typical_p", self.typical_p, 0, 1, "Use 1 to switch it off.", low_open=True)
         off = "Use 1 to switch it off."
-        _number("repetition_penalty", self.repetition_penalty, 0, math.inf, off, low_open=True)
+        least, most = REPETITION_RANGE
+        _number("repetition_penalty", self.repetition_penalty, least, most, off)
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             _number(name, value, -MAX_PENALTY, MAX_PENALTY, "Use 0 to switch it off.")
@@ -229,5 +232,5 @@ def _number(
         if not (low_open and value == low):
             return
     border = f"above {low:g}" if low_open else f"from {low:g}"
-    upper = "" if math.isinf(high) else f" to {high:g}"
+    upper = ", finite" if math.isinf(high) else f" to {high:g}"
     raise OptionError(f"{name} is {value!r}; allowed: numbers {border}{upper}. {hint}")

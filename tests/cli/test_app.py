@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -131,3 +132,28 @@ def test_groups_are_spread_and_filled():
     app(["box", "--width", "5", "--loud"], standalone_mode=False)
     app(["box", "--tall"], standalone_mode=False)
     assert seen == [("box", Size(width=5), True), ("box", Size(tall=True), False)]
+
+
+@pytest.mark.parametrize("redirection", ["<&-", ">&-", "2>&-"])
+def test_closed_standard_streams_are_no_traceback(redirection: str) -> None:
+    command = f"{sys.executable} -m forespeak generate - --target /no/such/model {redirection}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+def test_a_full_disk_is_one_sentence() -> None:
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m forespeak methods --json > /dev/full"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
 from forespeak.engine.llm import LLM
 from forespeak.engine.reference import decode_greedy
 from forespeak.engine.target import Target, in_memory
-from forespeak.errors import PromptError
+from forespeak.errors import CheckpointError, OptionError, PromptError
 from forespeak.sampling import SamplingParams
 from forespeak.types import Completion, Expansion
 from tests.engine.scripted import check_counts, scripted, write
 from tests.engine.tables import TableModel
 from tests.engine.tiny_text import SIZE, tokenizer
+from tests.tiny import tiny_config, tiny_int8
 
 PROMPT = [1, 2, 3, 4]
 LENGTH = 60
@@ -182,3 +184,23 @@ def test_the_last_place_of_the_context():
 def test_impossible_prompts(prompt, reason):
     with pytest.raises(PromptError, match=reason):
         LLM(in_memory(model())).generate(prompt)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [3, 1.5, [1.5], ["a"], [[1]], [{}], [{"role": "user"}], [True], b"x", {"role": "user"}, None],
+)
+def test_prompts_of_no_known_kind_are_refused(prompt: Any) -> None:
+    with pytest.raises(PromptError, match="cannot be read; allowed"):
+        LLM(in_memory(tiny_int8())).generate(prompt)
+
+
+def test_parameters_are_sampling_params() -> None:
+    params: Any = {"max_new_tokens": 3}
+    with pytest.raises(OptionError, match="allowed: SamplingParams"):
+        LLM(in_memory(tiny_int8())).generate([1, 2], params)
+
+
+def test_an_end_of_sequence_beyond_the_vocabulary_is_a_damaged_config() -> None:
+    with pytest.raises(CheckpointError, match="end-of-sequence"):
+        in_memory(tiny_int8(tiny_config(eos_token_ids=(10**9,))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forespeak.drafters.table import METHODS
@@ -88,17 +90,17 @@ REFUSED = [
     ({"method": "ngram+autoregressive"}, "different drafting methods"),
     ({"method": "draft_model+ngram", "drafter": "x"}, "ngram\\+draft_model"),
     # out of range
-    ({"method": "ngram", "num_speculative_tokens": 0}, "1 or more"),
-    ({"method": "ngram", "num_speculative_tokens": -4}, "1 or more"),
-    ({"method": "ngram", "lookup_min": 0}, "1 or more"),
-    ({"method": "ngram", "lookup_max": -1}, "1 or more"),
+    ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to"),
+    ({"method": "ngram", "num_speculative_tokens": -4}, "from 1 to"),
+    ({"method": "ngram", "lookup_min": 0}, "from 1 to"),
+    ({"method": "ngram", "lookup_max": -1}, "from 1 to"),
     ({"method": "ngram", "lookup_min": 60}, "lookup_min up to lookup_max"),
     ({"method": "ngram", "lookup_min": 3, "lookup_max": 2}, "lookup_min up to lookup_max"),
     ({"method": "draft_model", "drafter": "truncate:0"}, "N of 1 or more"),
     ({"method": "draft_model", "drafter": "truncate:two"}, "N of 1 or more"),
     ({"method": "draft_model", "drafter": "truncate:-1"}, "N of 1 or more"),
     *(
-        ({"method": "draft_model", "drafter": "x", "builder": "static_tree", name: 0}, "1 or more")
+        ({"method": "draft_model", "drafter": "x", "builder": "static_tree", name: 0}, "from 1 to")
         for name in ("node_budget", "tree_depth", "tree_top_k")
     ),
     # without effect
@@ -198,7 +200,7 @@ def test_unknown_rules_are_refused():
 
 
 def test_settings_are_refused_before_the_target_is_opened():
-    with pytest.raises(OptionError, match="1 or more"):
+    with pytest.raises(OptionError, match="from 1 to"):
         LLM("a/model/that/is/nowhere", method="ngram", num_speculative_tokens=0)
 
 
@@ -206,3 +208,25 @@ def test_settings_are_refused_before_the_target_is_opened():
 def test_a_loaded_target_takes_no_options_of_loading(fields):
     with pytest.raises(OptionError, match="load_target"):
         LLM(in_memory(TableModel(8)), **fields)
+
+
+HUGE = 10**20
+SIZES = ("num_speculative_tokens", "node_budget", "tree_depth", "tree_top_k", "lookup_max")
+
+
+@pytest.mark.parametrize("value", [HUGE, 2.5, "3", True, 0])
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_have_an_upper_end_and_are_whole_numbers(name: str, value: Any) -> None:
+    """Found by fuzzing: huge ones hung, others crashed in the middle of a text."""
+    builder = None if name in ("num_speculative_tokens", "lookup_max") else "dynamic_tree"
+    method = "ngram" if name == "lookup_max" else "draft_model"
+    drafter = None if method == "ngram" else "truncate:1"
+    fields: dict[str, Any] = {name: value, "builder": builder, "drafter": drafter}
+    with pytest.raises(OptionError, match="whole numbers from 1 to"):
+        resolve(SpeculationConfig(method=method, **fields))
+
+
+@pytest.mark.parametrize("method", [3, None, ["ngram"]])
+def test_a_method_is_a_name(method: Any) -> None:
+    with pytest.raises(OptionError, match="allowed: a name"):
+        resolve(SpeculationConfig(method=method))

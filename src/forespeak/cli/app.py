@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -78,6 +79,14 @@ def execute(arguments: Sequence[str]) -> int:
     except BrokenPipeError:
         consoles.silence_stdout()
         return READER_GONE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        consoles.silence_stdout()
+        consoles.say(
+            f"forespeak: The output cannot be written ({error.strerror}); free some space."
+        )
+        return INPUT_FAULT
     return code if isinstance(code, int) else 0
 
 
@@ -89,5 +98,6 @@ def _help_hint(arguments: Sequence[str]) -> str:
 
 def run() -> NoReturn:
     """Entry point of the installed command."""
+    consoles.open_missing_streams()
     consoles.survive_any_character()
     sys.exit(execute(sys.argv[1:]))

@@ -50,6 +50,13 @@ def write_json(record: object) -> None:
     write(json.dumps(record, allow_nan=False) + "\n")
 
 
+def open_missing_streams() -> None:
+    """Put the null device where a caller has closed a standard stream (``<&-``, ``>&-``)."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+
+
 def survive_any_character() -> None:
     """Replace what the terminal's encoding lacks, so that no text of a model ends the program."""
     for stream in (sys.stdout, sys.stderr):

@@ -24,7 +24,11 @@ class SamplingOptions:
         int, Option(help="Tokens of an answer at most, 1 or more.", rich_help_panel=_TEXT)
     ] = SamplingParams.max_new_tokens
     min_tokens: Annotated[
-        int, Option(help="Tokens before the text may end.", rich_help_panel=_TEXT)
+        int,
+        Option(
+            help="Tokens before the text may end; a grammar may end it sooner.",
+            rich_help_panel=_TEXT,
+        ),
     ] = SamplingParams.min_tokens
     temperature: Annotated[
         float, Option(help="0 takes the best token always.", rich_help_panel=_TEXT)

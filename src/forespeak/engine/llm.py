@@ -13,7 +13,7 @@ from forespeak.drafters.table import METHODS
 from forespeak.engine.decode import Decoding
 from forespeak.engine.proposer import Cascade, Proposer, Proposing
 from forespeak.engine.reference import next_logits
-from forespeak.engine.settings import choose_rules, resolve
+from forespeak.engine.settings import choose_rules, refuse_missing_drafter, resolve
 from forespeak.engine.target import Prompt, Target, load_target
 from forespeak.engine.text import TextState
 from forespeak.errors import OptionError
@@ -73,6 +73,7 @@ class LLM:
         self.speculation = resolved.shown
         self._resolved = resolved
         self._members = resolved.members
+        refuse_missing_drafter(resolved)
         choose_rules(resolved, 0.0)  # and so does a rule that cannot verify such drafts
         if isinstance(target, Target):
             _refuse_target_options(dtype, device, threads)
@@ -174,10 +175,21 @@ class LLM:
     def _start(
         self, prompt: Prompt, params: SamplingParams | None, *, raw: bool
     ) -> tuple[TextState, Decoding, list[int]]:
+        if not isinstance(params, SamplingParams | None):
+            raise OptionError(
+                f"params is {params!r}; allowed: SamplingParams, such as "
+                "SamplingParams(max_new_tokens=64)."
+            )
         params = params or SamplingParams()
         rules = choose_rules(self._resolved, params.temperature)
         prompt_ids = self.encode(prompt, raw=raw)
         room = self.target.context_length - len(prompt_ids)
+        if params.min_tokens > room:
+            raise OptionError(
+                f"min_tokens is {params.min_tokens}; allowed here: up to {room}, what the context "
+                f"of {self.target.context_length} tokens has left after the prompt. Ask for fewer "
+                "or shorten the prompt."
+            )
         if params.max_new_tokens > room:
             params = dataclasses.replace(params, max_new_tokens=room)
         text = TextState(params, prompt_ids, self.target.vocabulary(params))

@@ -19,6 +19,15 @@ _BUILDER_SETTINGS = {
 _DRAWN_BUILDERS = ("chain", "static_tree")  # the others choose their nodes by the laws
 _LOOKUP_SETTINGS = ("lookup_min", "lookup_max")
 DRAFT_SAMPLING = ("greedy", "probabilistic")
+# Beyond these a round costs more than it can ever bring, and trees no longer fit into memory.
+_MOST = {
+    "num_speculative_tokens": 256,
+    "node_budget": 4096,
+    "tree_depth": 256,
+    "tree_top_k": 256,
+    "lookup_min": 64,
+    "lookup_max": 64,
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,10 @@ def resolve(asked: SpeculationConfig) -> Resolved:
         OptionError: an unknown method or builder, a setting that no method takes, or one out of
             range.
     """
+    if not isinstance(asked.method, str):
+        raise OptionError(
+            f"method is {asked.method!r}; allowed: a name such as ngram, or names joined with +."
+        )
     names = asked.method.split("+")
     entries = [_entry(name) for name in names]
     _refuse_impossible_cascade(asked.method, names)
@@ -73,6 +86,21 @@ class RuleChoice:
 
     def of(self, tree: CandidateTree) -> Rule:
         return self.point if tree.q is None else self.sampled
+
+
+def refuse_missing_drafter(resolved: Resolved) -> None:
+    """Say early that a method needs a model of its own.
+
+    Raises:
+        OptionError: none was given.
+    """
+    for member in resolved.members:
+        entry = METHODS[member.config.method]
+        if entry.info.trained and member.config.drafter is None:
+            raise OptionError(
+                f"Method {entry.name} needs {entry.needs}, and none was given; name it with "
+                "--drafter (in Python drafter=): a folder, a GGUF file, a Hub id or truncate:N."
+            )
 
 
 def choose_rules(resolved: Resolved, temperature: float) -> RuleChoice:
@@ -133,7 +161,7 @@ def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
     for name in _settings_of(entry, builder):
         given = getattr(asked, name)
         values[name] = entry.defaults.get(name) if given is None else given
-        _check_positive(name, values[name])
+        _check_size(name, values[name])
     _check_lookup(values)
     _check_drafter(values)
     config = SpeculationConfig(method=entry.name, builder=builder, **values)  # type: ignore[arg-type]
@@ -146,9 +174,14 @@ def _settings_of(entry: MethodEntry, builder: str) -> tuple[str, ...]:
     return (*names, "drafter") if entry.info.trained else names
 
 
-def _check_positive(name: str, value: str | int | None) -> None:
-    if isinstance(value, int) and value < 1:
-        raise OptionError(f"{name} is {value}; allowed: 1 or more.")
+def _check_size(name: str, value: str | int | None) -> None:
+    most = _MOST.get(name)
+    if most is None or value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise OptionError(
+            f"{name} is {value!r}; allowed: whole numbers from 1 to {most}. Choose one of these."
+        )
 
 
 def _check_lookup(values: dict[str, str | int | None]) -> None:
@@ -162,6 +195,10 @@ def _check_lookup(values: dict[str, str | int | None]) -> None:
 
 def _check_drafter(values: dict[str, str | int | None]) -> None:
     name = values.get("drafter")
+    if name is not None and not isinstance(name, str):
+        raise OptionError(
+            f"drafter is {name!r}; allowed: a folder, a GGUF file, a Hub id or truncate:N, as text."
+        )
     if isinstance(name, str) and name.startswith("truncate:"):
         number = name.removeprefix("truncate:")
         if not number.isdigit() or int(number) < 1:

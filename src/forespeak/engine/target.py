@@ -10,7 +10,7 @@ import torch
 
 from forespeak.drafters.loader import TargetParts
 from forespeak.engine.text import Vocabulary
-from forespeak.errors import OptionError, PromptError
+from forespeak.errors import CheckpointError, OptionError, PromptError
 from forespeak.models.base import TargetModel
 from forespeak.models.loading import Checkpoint, load_checkpoint
 from forespeak.models.opening import open_model, pick_device, pick_dtype
@@ -78,7 +78,7 @@ class Target:
         Raises:
             PromptError: it is empty, too long, or the model cannot take such a prompt.
         """
-        ids = self._ids(prompt, raw=raw) if prompt else []
+        ids = self._ids(prompt, raw=raw)
         if not ids:
             raise PromptError("The prompt is empty; give at least one character.")
         if len(ids) >= self.context_length:
@@ -86,35 +86,31 @@ class Target:
                 f"The prompt has {len(ids)} tokens; allowed: up to {self.context_length - 1}, so "
                 f"that one more fits into the context of {self.context_length}. Shorten it."
             )
+        size = self.model.config.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < size), None)
+        if wrong is not None:
+            raise PromptError(
+                f"Token id {wrong} is not in the vocabulary; allowed: 0 to {size - 1}. Check the "
+                "ids, or that the tokenizer belongs to the model."
+            )
         return ids
 
     def _ids(self, prompt: Prompt, *, raw: bool) -> list[int]:
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], int):
-            return self._checked_ids(prompt)
+        kind = _kind_of(prompt)
+        if kind == "ids":
+            return list(prompt)  # type: ignore[arg-type]
         if self.tokenizer is None:
             raise PromptError(
                 f"{self.description} has no tokenizer; allowed: a prompt of token ids. Put the "
                 "tokenizer files beside the weights to use texts."
             )
         if isinstance(prompt, str):
-            if not prompt.strip():
-                raise PromptError("The prompt is empty; give at least one character.")
             if raw or not self.tokenizer.has_chat_template:
                 return self.tokenizer.encode(prompt, add_special_tokens=True)
             return self.tokenizer.render_chat([{"role": "user", "content": prompt}])
         if raw:
             raise PromptError("Messages need the chat template; leave --raw out or give a text.")
         return self.tokenizer.render_chat(list(prompt))  # type: ignore[arg-type]
-
-    def _checked_ids(self, prompt: Sequence[object]) -> list[int]:
-        size = self.model.config.vocab_size
-        ids = [int(token) for token in prompt]  # type: ignore[call-overload]
-        wrong = [token for token in ids if not 0 <= token < size]
-        if wrong:
-            raise PromptError(
-                f"Token id {wrong[0]} is not in the vocabulary; allowed: 0 to {size - 1}."
-            )
-        return ids
 
     def vocabulary(self, params: SamplingParams) -> Vocabulary:
         """What a text with these parameters needs of the vocabulary."""
@@ -124,6 +120,35 @@ class Target:
                 eos_ids=self.eos_ids,
             )  # fmt: skip
         return Vocabulary(self.model.config.vocab_size, self.eos_ids, self.tokenizer, self._grammar)
+
+
+def _kind_of(prompt: object) -> str:
+    """``text``, ``ids`` or ``messages``.
+
+    Raises:
+        PromptError: it is empty or none of these.
+    """
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise PromptError("The prompt is empty; give at least one character.")
+        return "text"
+    if isinstance(prompt, list | tuple):
+        if not prompt:
+            raise PromptError("The prompt is empty; give at least one token id or message.")
+        if all(isinstance(token, int) and not isinstance(token, bool) for token in prompt):
+            return "ids"
+        if all(_is_message(message) for message in prompt):
+            return "messages"
+    raise PromptError(
+        f"The prompt is a {type(prompt).__name__} that cannot be read; allowed: a text, a list of "
+        'token ids, or a list of messages such as {"role": "user", "content": "Hello"}.'
+    )
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(name), str) for name in ("role", "content")
+    )
 
 
 def load_target(
@@ -174,6 +199,12 @@ def in_memory(
     threads: int | None = None,
 ) -> Target:
     """A target around a model that is there already."""
+    for token in model.config.eos_token_ids:
+        if token >= model.config.vocab_size:
+            raise CheckpointError(
+                f"{name} names {token} as an end-of-sequence id; allowed: below "
+                f"{model.config.vocab_size}, its vocabulary. Correct eos_token_id in config.json."
+            )
     eos_ids = dict.fromkeys(
         [*model.config.eos_token_ids, *(tokenizer.eos_ids if tokenizer else ())]
     )

@@ -296,13 +296,17 @@ def _needs_eos(eos_ids: Sequence[int]) -> None:
 def _check_schema_text(schema: str) -> None:
     try:
         value = json.loads(schema)
+    except RecursionError:
+        raise OptionError(
+            "json_schema is nested too deep to be read; allowed: some hundred levels. Flatten it."
+        ) from None
     except ValueError as error:
         raise OptionError(
             f"json_schema is no JSON ({error}); allowed: the text of a JSON schema. Correct it."
         ) from error
-    if not isinstance(value, dict | bool):
+    if not isinstance(value, dict):
         raise OptionError(
-            f"json_schema is {schema!r}; allowed: a JSON object, or true for any JSON. Correct it."
+            f"json_schema is {schema!r}; allowed: a JSON object, {{}} for any JSON. Correct it."
         )
 
 

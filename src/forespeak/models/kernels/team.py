@@ -3,7 +3,7 @@
 A parallel region of OpenMP for every phase of every layer means hundreds of regions a forward.
 OpenMP's threads spin at the end of each, and where another process takes one of the cores for a
 moment, a forward of 6 ms was seen to take a second. Here the threads meet in one region a forward;
-between phases they wait at a barrier that spins briefly and then gives its core away.
+between phases they wait at a barrier that spins for a while and then gives its core away.
 
 All members must run at the same time, or the first barrier would never open. ``runs_as_team`` tries
 that out before it is relied on.
@@ -24,7 +24,7 @@ from forespeak.models.kernels.layout import Array
 from forespeak.models.kernels.simd import cgutils, pointer_to, vector_intrinsic
 
 _numba: Any = numba  # leaves some names out of its annotations
-_SPINS = 10_000  # about ten microseconds, the length of a short phase
+_SPINS = 300_000  # some tenths of a millisecond: longer than any phase of a small forward
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _TEAM_LAYERS = ("omp", "workqueue")  # Numba's threading layers that give every member a thread
 
