@@ -21,9 +21,10 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "sampling": {"errors"},
     "types": {"errors", "sampling"},
-    "spec": {"errors", "types", "sampling"},
+    "kernels": set(),
+    "spec": {"errors", "types", "sampling", "kernels"},
     "formats": {"errors", "types", "models.config"},
-    "models": {"errors", "types", "formats"},
+    "models": {"errors", "types", "formats", "kernels"},
     "drafters": {"errors", "types", "formats", "models"},
     "engine": {
         *("errors", "types", "sampling", "spec", "models"),

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from numba import njit
 
+from forespeak.kernels.vector import LANES
 from forespeak.models.kernels import simd
 from forespeak.models.kernels.rows import product, quantize_row
-from forespeak.models.kernels.simd import BLOCK, LANES, has_int8_product
+from forespeak.models.kernels.simd import BLOCK, has_int8_product
 
 Array = np.ndarray[Any, Any]
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from forespeak.errors import CheckpointError
+from forespeak.kernels.vector import LANES
 from forespeak.models.kernels.fused import quantize_tiles
 from forespeak.models.kernels.layout import Array, Matrix
-from forespeak.models.kernels.simd import BLOCK, LANES
+from forespeak.models.kernels.simd import BLOCK
 
 
 def padded(size: int) -> int:

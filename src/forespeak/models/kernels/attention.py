@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from forespeak.models.kernels.cache import kernel
+from forespeak.kernels.cache import kernel
+from forespeak.kernels.vector import LANES
 from forespeak.models.kernels.layout import Array, Shape
 from forespeak.models.kernels.rows import REDUCE
-from forespeak.models.kernels.simd import LANES, exp_tile
+from forespeak.models.kernels.simd import exp_tile
 from forespeak.models.kernels.simd_attention import (
     KEYS_PER_TILE,
     score_tile_1,

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numba import prange
 
+from forespeak.kernels.cache import kernel
+from forespeak.kernels.vector import LANES
 from forespeak.models.kernels.attention import attend
-from forespeak.models.kernels.cache import kernel
 from forespeak.models.kernels.layout import Array, LayerStack, Plan, Shape, Workspace
 from forespeak.models.kernels.rows import (
     add_bias,
@@ -27,7 +28,7 @@ from forespeak.models.kernels.rows import (
     quantize_tile_rows,
     rotate_append,
 )
-from forespeak.models.kernels.simd import BLOCK, LANES
+from forespeak.models.kernels.simd import BLOCK
 from forespeak.models.kernels.team import meet
 
 _SERIAL_ROWS = 3  # up to so many tokens, splitting small work over threads costs more

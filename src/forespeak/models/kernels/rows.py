@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from forespeak.models.kernels.cache import kernel
+from forespeak.kernels.cache import kernel
+from forespeak.kernels.vector import LANES
 from forespeak.models.kernels.layout import Array, Shape
 from forespeak.models.kernels.simd import (
     BLOCK,
-    LANES,
     dot_tile_1,
     dot_tile_2,
     dot_tile_4,

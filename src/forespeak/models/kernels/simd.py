@@ -1,7 +1,7 @@
 """Vector micro-kernels for CPU, written as LLVM IR through Numba intrinsics.
 
-Numba compiles scalar Python; whether LLVM then vectorises a loop, and in which order it sums, is
-its own affair. Where the order of a sum or the instruction matters we build the vector code here:
+Built from the primitives of ``forespeak.kernels.vector``, because the order of a sum and the
+instruction matter:
 
     dot_tile(m)     int8 product of m activation rows with 16 output channels
     exp_tile        16 exponentials, as plain arithmetic
@@ -11,32 +11,32 @@ its own affair. Where the order of a sum or the instruction matters we build the
 
 Every function does, for one row, the same operations in the same order whatever the other rows
 are. That is what makes a token's logits independent of its neighbours, bit for bit (law 1).
-Vectors are 16 lanes of 32 bits; LLVM splits them on machines with narrower registers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils as _cgutils
-from numba.extending import intrinsic
 
-cgutils: Any = _cgutils  # has no annotations
+from forespeak.kernels.vector import (
+    LANES,
+    V16F,
+    V16I,
+    cgutils,
+    constant,
+    exp,
+    load,
+    pointer_to,
+    splat,
+    store,
+    vector_intrinsic,
+)
 
-LANES = 16
 BLOCK = 32  # activations that share one scale
 
-_I8, _I32, _F32 = ir.IntType(8), ir.IntType(32), ir.FloatType()
-V16I, V16F = ir.VectorType(_I32, LANES), ir.VectorType(_F32, LANES)
-
-
-def vector_intrinsic(function: Callable[..., Any]) -> Any:
-    """Numba's decorator; callers pass what its code generator expects, not what Python sees."""
-    return intrinsic(function)
+_I32 = ir.IntType(32)
 
 
 def has_int8_product() -> bool:
@@ -46,34 +46,6 @@ def has_int8_product() -> bool:
     except RuntimeError:  # LLVM cannot tell on some platforms
         return False
     return bool(features.get("avx512vnni") and features.get("avx512f"))
-
-
-def splat(builder: Any, scalar: Any) -> Any:
-    vector = ir.VectorType(scalar.type, LANES)
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(V16I, [0] * LANES))
-
-
-def pointer_to(context: Any, builder: Any, array_type: Any, array: Any, offset: Any) -> Any:
-    """Address of ``array.flat[offset]`` of a contiguous array."""
-    data = context.make_array(array_type)(context, builder, value=array).data
-    return builder.gep(data, [offset])
-
-
-def load(builder: Any, pointer: Any, kind: Any, align: int = 4) -> Any:
-    return builder.load(builder.bitcast(pointer, kind.as_pointer()), align=align)
-
-
-def store(builder: Any, value: Any, pointer: Any) -> None:
-    builder.store(value, builder.bitcast(pointer, value.type.as_pointer()), align=4)
-
-
-def fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c with one rounding."""
-    kind = ir.FunctionType(V16F, [V16F] * 3)
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.fma.v16f32")
-    return builder.call(function, [a, b, c])
 
 
 def _dot4_vnni(builder: Any, total: Any, weights: Any, inputs: Any) -> Any:
@@ -195,38 +167,6 @@ dot_tile_4 = _make_dot_tile(4)
 dot_tile_8 = _make_dot_tile(8)
 
 
-# e**x = 2**n * e**r with n = round(x / ln 2) and r = x - n ln 2 in two parts, by Taylor's sum in r.
-_LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950408889634, 0.693359375, -2.12194440e-4
-_TAYLOR = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2, 1.0, 1.0)
-_LOWEST, _HIGHEST = -87.0, 88.0
-
-
-def _constant(value: float) -> Any:
-    return ir.Constant(V16F, [float(np.float32(value))] * LANES)
-
-
-def _exp(builder: Any, x: Any) -> Any:
-    """16 float32 exponentials to about 2e-7 relative.
-
-    Plain arithmetic instead of the C library's, whose vector and scalar forms may differ.
-    """
-    low, high = _constant(_LOWEST), _constant(_HIGHEST)
-    x = builder.select(builder.fcmp_ordered("<", x, low), low, x)
-    x = builder.select(builder.fcmp_ordered(">", x, high), high, x)
-    kind = ir.FunctionType(V16F, [V16F])
-    round_ = cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.v16f32")
-    n = builder.call(round_, [builder.fmul(x, _constant(_LOG2E))])
-    r = fma(builder, n, _constant(-_LN2_HIGH), x)
-    r = fma(builder, n, _constant(-_LN2_LOW), r)
-    total = _constant(_TAYLOR[0])
-    for coefficient in _TAYLOR[1:]:
-        total = fma(builder, total, r, _constant(coefficient))
-    bias = splat(builder, ir.Constant(_I32, 127))
-    exponent = builder.add(builder.fptosi(n, V16I), bias)
-    power = builder.bitcast(builder.shl(exponent, splat(builder, ir.Constant(_I32, 23))), V16F)
-    return builder.fmul(total, power)
-
-
 @vector_intrinsic
 def exp_tile(typingctx: Any, x: Any, x_at: Any, shift: Any) -> Any:
     """x[x_at : x_at + 16] = exp(x - shift), in place."""
@@ -235,7 +175,7 @@ def exp_tile(typingctx: Any, x: Any, x_at: Any, shift: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = pointer_to(context, builder, signature.args[0], args[0], args[1])
         shifted = builder.fsub(load(builder, pointer, V16F), splat(builder, args[2]))
-        store(builder, _exp(builder, shifted), pointer)
+        store(builder, exp(builder, shifted), pointer)
         return context.get_dummy_value()
 
     return signature, codegen
@@ -253,8 +193,8 @@ def gate_tile(
         kinds = signature.args
         x = load(builder, pointer_to(context, builder, kinds[0], args[0], args[1]), V16F)
         y = load(builder, pointer_to(context, builder, kinds[2], args[2], args[3]), V16F)
-        negative = builder.fsub(_constant(0.0), x)
-        divisor = builder.fadd(_constant(1.0), _exp(builder, negative))
+        negative = builder.fsub(constant(0.0), x)
+        divisor = builder.fadd(constant(1.0), exp(builder, negative))
         value = builder.fmul(builder.fdiv(x, divisor), y)
         store(builder, value, pointer_to(context, builder, kinds[4], args[4], args[5]))
         return context.get_dummy_value()

@@ -7,7 +7,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from forespeak.models.kernels.simd import (
+from forespeak.kernels.vector import (
     LANES,
     V16F,
     cgutils,

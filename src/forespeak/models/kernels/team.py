@@ -19,9 +19,9 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 
-from forespeak.models.kernels.cache import kernel
+from forespeak.kernels.cache import kernel
+from forespeak.kernels.vector import cgutils, pointer_to, vector_intrinsic
 from forespeak.models.kernels.layout import Array
-from forespeak.models.kernels.simd import cgutils, pointer_to, vector_intrinsic
 
 _numba: Any = numba  # leaves some names out of its annotations
 _SPINS = 300_000  # some tenths of a millisecond: longer than any phase of a small forward

@@ -132,7 +132,7 @@ class _RankTable:
         """Reads the law of depth ``at + 1`` further."""
         assert self._rows is not None
         width = min(self._capacity, int(self.widths[at]) * _WIDEN)
-        values, tokens, _ = scan(self._rows[at : at + 1], width)
+        values, tokens, _ = scan(self._rows[at : at + 1], width, log_sums=False)
         missing = max(0, width - self.tokens.shape[1])
         self.tokens = np.pad(self.tokens, ((0, 0), (0, missing)))
         self.log_probs = np.pad(self.log_probs, ((0, 0), (0, missing)))

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from forespeak.kernels.cache import kernel
 
 Floats = NDArray[np.float32]
 Doubles = NDArray[np.float64]
@@ -36,7 +37,7 @@ class Entries(NamedTuple):
     heap: Ints
 
 
-@njit(cache=True, nogil=True)
+@kernel(nogil=True)
 def _rank_path(nodes: Nodes, parent: Any, depth: Any, rank: Any) -> Any:
     path = np.empty(depth, np.int64)
     path[depth - 1] = rank
@@ -45,7 +46,7 @@ def _rank_path(nodes: Nodes, parent: Any, depth: Any, rank: Any) -> Any:
     return path
 
 
-@njit(cache=True, nogil=True)
+@kernel(nogil=True)
 def _ranks_before(nodes: Nodes, entries: Entries, one: Any, two: Any) -> Any:
     """Order of the heap among equal weights: the smaller rank path, as Python compares tuples."""
     ranks = _rank_path(nodes, entries.parents[one], entries.depths[one], entries.ranks[one])
@@ -56,7 +57,7 @@ def _ranks_before(nodes: Nodes, entries: Entries, one: Any, two: Any) -> Any:
     return len(ranks) < len(others)
 
 
-@njit(cache=True, nogil=True)
+@kernel(nogil=True)
 def _push(
     nodes: Nodes,
     entries: Entries,
@@ -82,7 +83,7 @@ def _push(
     heap[at] = new
 
 
-@njit(cache=True, nogil=True)
+@kernel(nogil=True)
 def _pop(nodes: Nodes, entries: Entries, size: Any) -> Any:
     """Takes the first entry out of a heap of ``size`` entries."""
     heap, weights = entries.heap, entries.weights
@@ -107,7 +108,7 @@ def _pop(nodes: Nodes, entries: Entries, size: Any) -> Any:
     return first
 
 
-@njit(cache=True, nogil=True)
+@kernel(nogil=True)
 def best_first(log_probs: Floats, widths: Ints, nodes: Nodes, capacity: int) -> tuple[int, int]:
     """The most probable prefixes under one law a depth, most probable first.
 

@@ -6,15 +6,10 @@ wherever ``compiled=False`` asks for it, plain torch gives the same tokens.
 
 from __future__ import annotations
 
-from threading import Thread
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-_ROWS_WORTH_A_THREAD = 500_000  # logits; starting a thread costs as much as reading about 100,000
-_MOST_THREADS = 4
 
 
 def top_log_probs(logits: Tensor, top_k: int, *, compiled: bool = True) -> tuple[Tensor, Tensor]:
@@ -51,33 +46,21 @@ def _plain_top(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def scan(
-    logits: NDArray[np.float32], top_k: int
+    logits: NDArray[np.float32], top_k: int, *, log_sums: bool = True
 ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float64]]:
     """Best K logits, their indices and the log-sum-exp of each row: [F, K], [F, K], [F].
 
-    Rows are shared among as many threads as torch may use, where they are worth one.
+    On one thread: it takes as long as waking a second one, whose core is often still held by
+    torch's own threads, which spin for a while after the draft's forward.
+
+    Args:
+        log_sums: False leaves the sums out, half of the work; then the last result is empty.
     """
     from forespeak.spec.builders.scan_kernel import scan_rows  # numba loads on first use
 
     num_rows = logits.shape[0]
     values = np.empty((num_rows, top_k), np.float32)
     tokens = np.empty((num_rows, top_k), np.int64)
-    log_sums = np.empty(num_rows, np.float64)
-    num_threads = min(
-        torch.get_num_threads(),
-        _MOST_THREADS,
-        num_rows,
-        max(1, logits.size // _ROWS_WORTH_A_THREAD),
-    )
-    bounds = [num_rows * part // num_threads for part in range(num_threads + 1)]
-    parts = [slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
-    threads = [
-        Thread(target=scan_rows, args=(logits[p], values[p], tokens[p], log_sums[p]))
-        for p in parts[1:]
-    ]
-    for thread in threads:
-        thread.start()
-    scan_rows(logits[parts[0]], values[parts[0]], tokens[parts[0]], log_sums[parts[0]])
-    for thread in threads:
-        thread.join()
-    return values, tokens, log_sums
+    sums = np.empty(num_rows if log_sums else 0, np.float64)
+    scan_rows(logits, values, tokens, sums)
+    return values, tokens, sums

@@ -2,7 +2,7 @@
 
 Numba keeps compiled code until the file that holds the function changes. Our kernels are compiled
 together from several files, so a change in one of them would leave old machine code in use. Here
-the stamp of every cached kernel is a digest of all files that kernels are made of.
+the stamp of every cached kernel is a digest of the folder that holds it and of this one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from typing import Any
 
 from numba import njit
 
+_HERE = Path(__file__).parent
+
 
 @cache
-def source_digest(folder: Path = Path(__file__).parent) -> str:
-    """Digest of the kernels' source files, all of this folder."""
+def source_digest(folder: Path) -> str:
+    """Digest of the source that kernels in ``folder`` are made of."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted([*folder.glob("*.py"), *_HERE.glob("*.py")]):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -33,8 +35,9 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(cache=True, **options)(function)
+        digest = source_digest(Path(function.__code__.co_filename).parent)
         # No public door: a locator class would have to be registered for the whole process.
-        dispatcher._cache._cache_file._source_stamp = source_digest()
+        dispatcher._cache._cache_file._source_stamp = digest
         return dispatcher
 
     return decorate

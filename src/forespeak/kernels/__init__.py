@@ -1,0 +1,1 @@
+"""What compiled CPU code stands on: vector primitives and the cache of machine code."""
