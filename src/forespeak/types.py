@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
-Expansion = Literal["none", "forward"]
+Expansion = Literal["none", "head", "forward"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,9 @@ class DrafterInfo:
 
     Attributes:
         method: the method's name on the command line.
-        expansion: ``none`` when one call of ``propose`` gives all depths (n-gram, parallel heads),
-            ``forward`` when each further depth takes a call of ``expand``.
+        expansion: ``none`` when one call of ``propose`` gives all depths (n-gram, parallel heads);
+            ``forward`` when each further depth takes a call of ``expand``; ``head`` when it does
+            and the call runs a small head and no layers, so that it costs little.
         point_mass: the laws put all mass on one token, so there is nothing to branch on.
         max_depth: draft tokens a round can hold on one path; None when any number.
         taps: target layers whose outputs it reads: 0-based decoder layer ids, output of that layer
@@ -100,7 +101,9 @@ class RoundStats:
     """Sums over the rounds of one text. Times in seconds.
 
     ``num_tokens`` counts what the user got from decode rounds: accepted tokens plus bonus, cut at
-    the end of the text; the token that prefill yields belongs to no round. ``num_drafted`` are the
+    the end of the text; the token that prefill yields belongs to no round. ``draft_s`` is the time
+    in the drafter, ``verify_s`` in the target's forward, ``other_s`` everything outside the two:
+    tree building, decisions, commits, bookkeeping. ``num_drafted`` are the
     draft tokens that were verified; ``num_forbidden`` those that a grammar ruled out before.
     """
 
@@ -177,10 +180,14 @@ class DenseLaws:
         logits: [F, D, Vd] float32. F frontier nodes (or rows); D depths at once, 1 for drafters
             that go step by step, whose laws for depth d > 1 need ``expand``.
         token_ids: [Vd] target id of each draft id, None when the vocabularies are the same.
+        confidences: [F, D] the drafter's own estimate that a token drawn from the law will be
+            accepted, given that those before it were; a function of the token's ancestors and never
+            of the token itself (law 3). None where it makes none.
     """
 
     logits: Tensor
     token_ids: Tensor | None = None
+    confidences: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -242,6 +249,12 @@ class SpeculationConfig:
         node_budget: draft nodes of a tree, root not counted.
         tree_depth: longest path of a tree, root not counted.
         tree_top_k: children considered below a node.
+        tree_shape: a static tree by name (``eagle``) or a JSON file of its paths, such as
+            [[0], [1], [0, 0]]: ranks of the children from the root down. It sets budget and depth.
+        confidence_threshold: a chain ends before the first draft token whose estimated chance of
+            acceptance is below this, for drafters that estimate it; 0 verifies all.
+        recursion_state: what a chained module hands on: ``normed`` or ``raw``, the state after or
+            before its last norm, where engines disagree.
         lookup_min, lookup_max: shortest and longest n-gram that prompt lookup matches.
         draft_sampling: ``greedy`` (the best draft tokens) or ``probabilistic`` (drawn from q).
         rule: which rule verifies at temperatures above 0; None takes the best lossless one.
@@ -254,6 +267,9 @@ class SpeculationConfig:
     node_budget: int | None = None
     tree_depth: int | None = None
     tree_top_k: int | None = None
+    tree_shape: str | None = None
+    confidence_threshold: float | None = None
+    recursion_state: str | None = None
     lookup_min: int | None = None
     lookup_max: int | None = None
     draft_sampling: str | None = None

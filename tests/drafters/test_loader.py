@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forespeak.drafters.base import Drafter
+from forespeak.drafters.base import Drafter, TargetParts
 from forespeak.drafters.draft_model import DraftModelDrafter
-from forespeak.drafters.loader import TargetParts, load_drafter
+from forespeak.drafters.loader import load_drafter
 from forespeak.drafters.ngram import NgramDrafter
 from forespeak.engine.llm import LLM
 from forespeak.engine.target import load_target

@@ -150,5 +150,11 @@ class TableModel(TargetModel):
     def embed(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError
 
+    def norm(self, states: Tensor) -> Tensor:
+        raise AssertionError("no drafter here shares the norm")
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        raise AssertionError("no drafter here shares the head")
+
     def head(self, hidden: Tensor) -> Tensor:
         raise NotImplementedError

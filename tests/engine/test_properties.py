@@ -50,6 +50,8 @@ class RandomTrees:
         self.taps_seen: list[torch.Tensor] = []
         self.hidden_seen: list[torch.Tensor] = []
 
+    drafter_s = 0.0
+
     def admit(self, row: int) -> None: ...
 
     def release(self, row: int) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forespeak.cli.options import SettingOptions
-from forespeak.drafters.table import METHODS, MethodEntry
+from forespeak.drafters.table import METHODS, MethodEntry, settings_of_entry
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.types import SpeculationConfig
 
@@ -80,7 +80,7 @@ def lacks_drafter(config: SpeculationConfig) -> bool:
 def settings_of(method: str) -> set[str]:
     """Names of the settings that a method or a cascade takes."""
     entries = check_method(method)
-    names = {name for entry in entries for name in entry.defaults}
+    names = {name for entry in entries for name in settings_of_entry(entry)}
     if any(entry.info.trained for entry in entries):
         names.add("drafter")
     if any(entry.builders for entry in entries):

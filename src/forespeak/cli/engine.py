@@ -32,6 +32,7 @@ def open_target(options: TargetOptions) -> Target:
             dtype=options.dtype,
             device=options.device,
             threads=options.threads,
+            context_length=options.context_length,
         )
     for notice in target.notices:
         consoles.say(notice, style="dim")
@@ -43,20 +44,7 @@ def open_llm(target: Target, config: SpeculationConfig) -> LLM:
     with consoles.waiting(f"Preparing {config.method}"):
         from forespeak.engine.llm import LLM
 
-        return LLM(
-            target,
-            method=config.method,
-            drafter=config.drafter,
-            builder=config.builder,
-            num_speculative_tokens=config.num_speculative_tokens,
-            node_budget=config.node_budget,
-            tree_depth=config.tree_depth,
-            tree_top_k=config.tree_top_k,
-            lookup_min=config.lookup_min,
-            lookup_max=config.lookup_max,
-            draft_sampling=config.draft_sampling,
-            rule=config.rule,
-        )
+        return LLM(target, **vars(config))
 
 
 class EngineRunner:

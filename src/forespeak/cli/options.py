@@ -57,6 +57,15 @@ class TargetOptions:
             rich_help_panel=_TARGET,
         ),
     ] = None
+    context_length: Annotated[
+        int | None,
+        Option(
+            min=2,
+            help="Tokens that prompt and answer may have together.",
+            show_default="the model's limit",
+            rich_help_panel=_TARGET,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -75,8 +84,8 @@ class SettingOptions:
     drafter: Annotated[
         str | None,
         Option(
-            help="The drafter's model: name, folder, GGUF file, Hub id, or truncate:N for the "
-            "target's first N layers.",
+            help="The drafter: folder or Hub id of a checkpoint; for draft_model any model, or "
+            "truncate:N for the target's first N layers.",
             show_default=_OWN_DEFAULT,
             rich_help_panel=_METHOD,
         ),
@@ -125,6 +134,34 @@ class SettingOptions:
             rich_help_panel=_METHOD,
         ),
     ] = SpeculationConfig.tree_top_k
+    tree_shape: Annotated[
+        str | None,
+        Option(
+            help="Static tree: eagle, or a JSON file of paths such as [[0], [1], [0, 0]].",
+            show_default="fitted to the node budget",
+            rich_help_panel=_METHOD,
+        ),
+    ] = SpeculationConfig.tree_shape
+    confidence_threshold: Annotated[
+        float | None,
+        Option(
+            min=0.0,
+            max=1.0,
+            help="End a chain before a draft token whose estimated chance of acceptance is less "
+            "(drafters with a confidence head).",
+            show_default="0, verify all",
+            rich_help_panel=_METHOD,
+        ),
+    ] = SpeculationConfig.confidence_threshold
+    recursion_state: Annotated[
+        str | None,
+        Option(
+            help="What a chained module hands on: normed or raw, the state after or before its "
+            "last norm.",
+            show_default="as the family was trained",
+            rich_help_panel=_METHOD,
+        ),
+    ] = SpeculationConfig.recursion_state
     lookup_min: Annotated[
         int | None,
         Option(
@@ -160,7 +197,7 @@ class SettingOptions:
         ),
     ] = SpeculationConfig.rule
 
-    def given(self) -> dict[str, str | int]:
+    def given(self) -> dict[str, str | int | float]:
         """The settings that were given, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 

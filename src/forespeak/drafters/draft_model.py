@@ -19,10 +19,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from forespeak.drafters.base import Drafter
+from forespeak.drafters.base import Drafter, TargetParts
+from forespeak.drafters.pending import ancestor_mask
 from forespeak.drafters.table import DRAFT_MODEL
+from forespeak.errors import DrafterError, ModelError, OptionError
 from forespeak.models.base import TargetModel
-from forespeak.types import DenseLaws, Frontier, Observation, Segment
+from forespeak.models.loading import load_checkpoint
+from forespeak.models.opening import check_same_vocabulary, open_model, truncated
+from forespeak.types import DenseLaws, Frontier, Observation, Segment, SpeculationConfig
 
 _CHUNK = 512  # tokens of a prompt that go through the model at a time
 
@@ -115,7 +119,7 @@ class DraftModelDrafter(Drafter):
                 row.parents.append(row.numbers.index(parent))
                 row.numbers.append(number)
                 row.tokens.append(token)
-            items.append((frontier.row, row.tokens[at:], _mask(row.parents, at)))
+            items.append((frontier.row, row.tokens[at:], ancestor_mask(row.parents, at)))
         return self._laws(self._run(items, commit=False, all_logits=True))
 
     def _keep_all_but_root(self, number: int, num_seen: int) -> None:
@@ -181,14 +185,36 @@ def _accepted(row: _Row, tokens: Sequence[int]) -> list[int]:
     return kept
 
 
-def _mask(parents: Sequence[int], first: int) -> Tensor | None:
-    """What the pending tokens from ``first`` on see, [n, m] bool; None when it is plain causal."""
-    if all(parent == index - 1 for index, parent in enumerate(parents)):
-        return None
-    mask = torch.zeros((len(parents) - first, len(parents)), dtype=torch.bool)
-    for index in range(first, len(parents)):
-        at = index
-        while at >= 0:
-            mask[index - first, at] = True
-            at = parents[at]
-    return mask
+def open_drafter(
+    config: SpeculationConfig, target: TargetParts, num_rows: int
+) -> DraftModelDrafter:
+    """The method's drafter; see ``loader.load_drafter``."""
+    if config.drafter is None:
+        raise OptionError(
+            "Method draft_model needs a smaller model and none was given; name one with --drafter "
+            "(folder, GGUF file or Hub id), or use --drafter truncate:N for the target's first N "
+            "layers."
+        )
+    model = _open_draft_model(config.drafter, target)
+    return DraftModelDrafter(
+        model, target_vocab_size=target.model.config.vocab_size, num_rows=num_rows
+    )
+
+
+def _open_draft_model(name: str, target: TargetParts) -> TargetModel:
+    if name.startswith("truncate:"):
+        return truncated(target.model, name)
+    checkpoint = load_checkpoint(name)
+    if target.checkpoint is None:
+        raise DrafterError(
+            "The target was built in memory, so its vocabulary is not known; a draft model needs "
+            "it. Load the target from a folder, or use truncate:N."
+        )
+    try:
+        check_same_vocabulary(target.checkpoint, checkpoint)
+    except ModelError as error:
+        raise DrafterError(str(error)) from None
+    dtype = target.model.dtype_name
+    if checkpoint.family == "adapter" and dtype == "int8":
+        dtype = "float32"
+    return open_model(checkpoint, dtype=dtype, device=target.model.device, threads=target.threads)

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from forespeak.drafters.base import Drafter
+from forespeak.drafters.base import Drafter, TargetParts
 from forespeak.drafters.table import NGRAM
 from forespeak.errors import OptionError
-from forespeak.types import Observation, PointLaws
+from forespeak.types import Observation, PointLaws, SpeculationConfig
 
 _FIRST_LIMIT = 4
 
@@ -126,3 +126,9 @@ def _copy(tokens: Sequence[int], root: int, start: int, length: int) -> tuple[in
         else:
             out.append(root if at == len(tokens) else out[at - len(tokens) - 1])
     return tuple(out)
+
+
+def open_drafter(config: SpeculationConfig, target: TargetParts, num_rows: int) -> NgramDrafter:
+    """The method's drafter; see ``loader.load_drafter``."""
+    assert config.lookup_min is not None and config.lookup_max is not None
+    return NgramDrafter(lookup_min=config.lookup_min, lookup_max=config.lookup_max)

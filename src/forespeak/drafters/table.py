@@ -1,22 +1,40 @@
-"""The methods, as pure data: what each is, needs and defaults to. Importing this needs no torch."""
+"""The methods, as pure data: what each is, needs and defaults to. Importing this needs no torch.
+
+A package of somebody else's adds a method through the entry-point group ``forespeak.methods``, each
+entry leading to a :class:`MethodEntry` (``docs/add-a-drafter.md``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 
 from forespeak.types import DrafterInfo
 
-Setting = str | int
+Setting = str | int | float
+
+_GROUP = "forespeak.methods"
 
 
 def fitting_builders(info: DrafterInfo) -> tuple[str, ...]:
     """Builders that make sense for a drafter, its default first, from what it says of itself."""
     if info.point_mass:
         return ("chain",)
-    if info.expansion == "forward":
+    if info.expansion == "forward":  # a best-first search would cost a forward a level as well
         return ("chain", "dynamic_tree", "static_tree")
+    if info.expansion == "head":
+        return ("chain", "ddtree", "dynamic_tree", "static_tree")
     return ("chain", "ddtree", "static_tree")
+
+
+BUILDER_SETTINGS: Mapping[str, tuple[str, ...]] = {
+    "chain": ("num_speculative_tokens",),
+    "static_tree": ("node_budget", "tree_depth", "tree_top_k", "tree_shape"),
+    "dynamic_tree": ("node_budget", "tree_depth", "tree_top_k"),
+    "ddtree": ("node_budget", "tree_depth"),
+}
+"""Settings of each builder, named as in SpeculationConfig."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +47,14 @@ class MethodEntry:
         paper: where it comes from.
         info: what its drafter says of itself; a checkpoint may narrow it (taps, depth).
         needs: what a user must have, for people.
-        defaults: its settings that are not None when left out, named as in SpeculationConfig.
+        opens: ``module:function`` that makes its drafter from (settings, target, rows); see
+            ``loader.load_drafter``. Empty for plain decoding.
+        starts: ``module:function`` that makes a drafter of random weights for a target, for
+            ``forespeak init``; empty where there is nothing to train.
+        carried: a target's own folder may hold its modules, so that no drafter need be named.
+        settings: those it takes besides its builder's, named as in SpeculationConfig.
+        defaults: its settings that are not None when left out, named as in SpeculationConfig. What
+            is left None takes as much as the drafter has.
         exact: its text is plain decoding's, token for token.
         available: in this version.
         builders: those it takes, the default first; empty for plain decoding.
@@ -40,33 +65,25 @@ class MethodEntry:
     paper: str
     info: DrafterInfo
     needs: str
+    opens: str = ""
+    starts: str = ""
+    carried: bool = False
+    settings: tuple[str, ...] = ()
     defaults: Mapping[str, Setting] = field(default_factory=dict)
     exact: bool = True
-    available: bool = False
+    available: bool = True
     builders: tuple[str, ...] = ()
 
 
+def settings_of_entry(entry: MethodEntry) -> set[str]:
+    """Sizes and switches that a method takes under any of its builders."""
+    names = {name for builder in entry.builders for name in BUILDER_SETTINGS[builder]}
+    return names | set(entry.settings)
+
+
 _CHECKPOINT = "a checkpoint trained for the target"
-
-
-def _step(name: str, summary: str, paper: str, **entry: str) -> MethodEntry:
-    """A planned method that drafts step by step from a checkpoint of its own."""
-    info = DrafterInfo(method=name, expansion="forward")
-    needs = entry.get("needs", _CHECKPOINT)
-    return MethodEntry(
-        name=name, summary=summary, paper=paper, info=info, needs=needs,
-        builders=fitting_builders(info),
-    )  # fmt: skip
-
-
-def _at_once(name: str, summary: str, paper: str) -> MethodEntry:
-    """A planned method that gives all its depths in one call."""
-    info = DrafterInfo(method=name, expansion="none")
-    return MethodEntry(
-        name=name, summary=summary, paper=paper, info=info, needs=_CHECKPOINT,
-        builders=fitting_builders(info),
-    )  # fmt: skip
-
+_TREE = {"node_budget": 16, "tree_top_k": 4}
+_PUBLISHED_TREE = {"node_budget": 59, "tree_depth": 6, "tree_top_k": 10}
 
 PLAIN = MethodEntry(
     name="autoregressive",
@@ -74,7 +91,6 @@ PLAIN = MethodEntry(
     paper="",
     info=DrafterInfo(method="autoregressive", expansion="none", trained=False),
     needs="nothing",
-    available=True,
 )
 NGRAM = MethodEntry(
     name="ngram",
@@ -82,8 +98,9 @@ NGRAM = MethodEntry(
     paper="github.com/apoorvumang/prompt-lookup-decoding",
     info=DrafterInfo(method="ngram", expansion="none", point_mass=True, trained=False),
     needs="nothing",
+    opens="forespeak.drafters.ngram:open_drafter",
+    settings=("lookup_min", "lookup_max"),
     defaults={"num_speculative_tokens": 7, "lookup_min": 1, "lookup_max": 4},
-    available=True,
     builders=("chain",),
 )
 _DRAFT_MODEL = DrafterInfo(method="draft_model", expansion="forward")
@@ -93,30 +110,128 @@ DRAFT_MODEL = MethodEntry(
     paper="arXiv 2211.17192, 2302.01318",
     info=_DRAFT_MODEL,
     needs="a smaller model, or truncate:N for the target's first N layers",
-    defaults={"num_speculative_tokens": 4, "node_budget": 16, "tree_depth": 4, "tree_top_k": 4},
-    available=True,
+    opens="forespeak.drafters.draft_model:open_drafter",
+    defaults={"num_speculative_tokens": 4, "tree_depth": 4, **_TREE},
     builders=fitting_builders(_DRAFT_MODEL),
 )
+MEDUSA = MethodEntry(
+    name="medusa",
+    summary="Extra heads on the last hidden state guess further tokens.",
+    paper="arXiv 2401.10774",
+    info=DrafterInfo(method="medusa", expansion="none", needs_hidden=True),
+    needs=f"{_CHECKPOINT}, or a Medusa-2 model as target",
+    opens="forespeak.drafters.medusa:open_drafter",
+    starts="forespeak.drafters.medusa:random_drafter",
+    carried=True,
+    defaults=_TREE,
+    builders=("chain", "ddtree", "static_tree"),
+)
+MTP_PARALLEL = MethodEntry(
+    name="mtp_parallel",
+    summary="Extra decoder layers, one for each further token, in parallel.",
+    paper="arXiv 2404.19737",
+    info=DrafterInfo(method="mtp_parallel", expansion="none"),
+    needs=_CHECKPOINT,
+    opens="forespeak.drafters.mtp_parallel:open_drafter",
+    starts="forespeak.drafters.mtp_parallel:random_drafter",
+    defaults=_TREE,
+    builders=("chain", "ddtree", "static_tree"),
+)
+MTP = MethodEntry(
+    name="mtp",
+    summary="Chained prediction modules, as DeepSeek-V3, GLM, MiMo and Qwen3-Next carry.",
+    paper="arXiv 2412.19437",
+    info=DrafterInfo(method="mtp", expansion="forward", needs_hidden=True),
+    needs="a target that carries modules, or a trained one",
+    opens="forespeak.drafters.mtp:open_drafter",
+    starts="forespeak.drafters.mtp:random_drafter",
+    carried=True,
+    settings=("recursion_state",),
+    defaults={"num_speculative_tokens": 3, "tree_depth": 3, **_TREE},
+    builders=("chain", "dynamic_tree", "static_tree"),
+)
+EAGLE = MethodEntry(
+    name="eagle",
+    summary="One decoder layer continues the target's features.",
+    paper="arXiv 2401.15077",
+    info=DrafterInfo(method="eagle", expansion="forward", needs_hidden=True),
+    needs=_CHECKPOINT,
+    opens="forespeak.drafters.eagle:open_drafter",
+    starts="forespeak.drafters.eagle:random_drafter",
+    defaults={"num_speculative_tokens": 4, "tree_depth": 4, **_TREE},
+    builders=("chain", "static_tree", "dynamic_tree"),
+)
+EAGLE2 = MethodEntry(
+    name="eagle2",
+    summary="EAGLE's weights, 1 or 3, under a tree that follows the drafter's confidence.",
+    paper="arXiv 2406.16858",
+    info=DrafterInfo(method="eagle2", expansion="forward", needs_hidden=True),
+    needs="an EAGLE or EAGLE-3 checkpoint trained for the target",
+    opens="forespeak.drafters.eagle:open_either",
+    defaults=_PUBLISHED_TREE,
+    builders=("dynamic_tree",),
+)
+EAGLE3 = MethodEntry(
+    name="eagle3",
+    summary="One layer on fused low, middle and high features, trained on its own drafts.",
+    paper="arXiv 2503.01840",
+    info=DrafterInfo(method="eagle3", expansion="forward"),
+    needs=_CHECKPOINT,
+    opens="forespeak.drafters.eagle3:open_drafter",
+    starts="forespeak.drafters.eagle3:random_drafter",
+    defaults={"num_speculative_tokens": 4, "tree_depth": 4, **_TREE},
+    builders=("chain", "dynamic_tree", "static_tree"),
+)
+DFLASH = MethodEntry(
+    name="dflash",
+    summary="A small diffusion block fills all draft positions at once.",
+    paper="arXiv 2602.06036",
+    info=DrafterInfo(method="dflash", expansion="none"),
+    needs=_CHECKPOINT,
+    opens="forespeak.drafters.dflash:open_drafter",
+    starts="forespeak.drafters.dflash:random_drafter",
+    defaults=_TREE,
+    builders=("chain", "ddtree", "static_tree"),
+)
+DDTREE = MethodEntry(
+    name="ddtree",
+    summary="The marginals of DFlash (or DSpark's conditional laws) under a best-first tree.",
+    paper="arXiv 2604.12989",
+    info=DrafterInfo(method="ddtree", expansion="none"),
+    needs="a DFlash or DSpark checkpoint trained for the target",
+    opens="forespeak.drafters.dspark:open_either",
+    defaults={"node_budget": 16},
+    builders=("ddtree",),
+)
+DSPARK = MethodEntry(
+    name="dspark",
+    summary="DFlash with a sequential head and a confidence head.",
+    paper="arXiv 2607.05147",
+    info=DrafterInfo(method="dspark", expansion="head"),
+    needs=_CHECKPOINT,
+    opens="forespeak.drafters.dspark:open_drafter",
+    starts="forespeak.drafters.dspark:random_drafter",
+    settings=("confidence_threshold",),
+    defaults={"confidence_threshold": 0.0, **_TREE},
+    builders=("chain", "ddtree", "dynamic_tree", "static_tree"),
+)
 
-_ALL = (
-    PLAIN,
-    NGRAM,
-    DRAFT_MODEL,
-    _at_once("medusa", "Extra heads on the last hidden state guess further tokens.",
-             "arXiv 2401.10774"),
-    _at_once("mtp_parallel", "Extra decoder layers, one for each further token, in parallel.",
-             "arXiv 2404.19737"),
-    _step("mtp", "Chained prediction modules, as DeepSeek-V3, GLM, MiMo and Qwen3-Next carry.",
-          "arXiv 2412.19437", needs="a target that carries modules, or a trained one"),
-    _step("eagle", "One decoder layer continues the target's features.", "arXiv 2401.15077"),
-    _step("eagle2", "EAGLE's weights under a tree that follows the drafter's confidence.",
-          "arXiv 2406.16858"),
-    _step("eagle3", "One layer on fused low, middle and high features, trained on its own drafts.",
-          "arXiv 2503.01840"),
-    _at_once("dflash", "A small diffusion block fills all draft positions at once.",
-             "arXiv 2602.06036"),
-    _at_once("ddtree", "DFlash's marginals under a best-first tree.", "arXiv 2604.12989"),
-    _at_once("dspark", "DFlash with a sequential head and a confidence head.",
-             "arXiv 2607.05147"),
-)  # fmt: skip
-METHODS: Mapping[str, MethodEntry] = {entry.name: entry for entry in _ALL}
+_BUILT_IN = (
+    *(PLAIN, NGRAM, DRAFT_MODEL, MEDUSA, MTP_PARALLEL, MTP),
+    *(EAGLE, EAGLE2, EAGLE3, DFLASH, DDTREE, DSPARK),
+)
+
+
+def _plugins(taken: Sequence[str]) -> list[MethodEntry]:
+    found: list[MethodEntry] = []
+    for point in entry_points(group=_GROUP):
+        entry = point.load()
+        assert isinstance(entry, MethodEntry), f"{point.value} is no MethodEntry"
+        assert entry.name not in taken, f"{point.value} takes the name {entry.name} again"
+        found.append(entry)
+    return found
+
+
+METHODS: Mapping[str, MethodEntry] = {
+    entry.name: entry for entry in (*_BUILT_IN, *_plugins([entry.name for entry in _BUILT_IN]))
+}

@@ -91,12 +91,12 @@ class Decoding:
         return self._text.extend(plan, verdict, output.logits).text
 
     def _round(self, cache: Cache) -> str:
-        begun = time.perf_counter()
+        begun, drafter_s = time.perf_counter(), self._drafter_s
         plan = self._text.plan(self._propose())
-        drafted = time.perf_counter()
+        planned = time.perf_counter()
         output = self._verify(plan.verified, cache)
-        verdict = self._text.decide(plan, output.logits, self._rules.of(plan.tree))
         verified = time.perf_counter()
+        verdict = self._text.decide(plan, output.logits, self._rules.of(plan.tree))
         place = {node: at for at, node in enumerate(plan.kept)}
         path = [place[node] for node in verdict.path]
         cache.commit(0, path)
@@ -105,11 +105,16 @@ class Decoding:
             self._observe([plan.tree.tokens[node] for node in verdict.path], output, path)
             self._root = verdict.bonus
         self._count(plan, verdict, block.num_kept)
-        ended = time.perf_counter()
-        self.stats.draft_s += drafted - begun
-        self.stats.verify_s += verified - drafted
-        self.stats.other_s += ended - verified
+        round_s = time.perf_counter() - begun
+        drafter_s = self._drafter_s - drafter_s
+        self.stats.draft_s += drafter_s
+        self.stats.verify_s += verified - planned
+        self.stats.other_s += round_s - drafter_s - (verified - planned)
         return block.text
+
+    @property
+    def _drafter_s(self) -> float:
+        return 0.0 if self._proposer is None else self._proposer.drafter_s
 
     @property
     def _taps(self) -> tuple[int, ...]:

@@ -13,7 +13,13 @@ from forespeak.drafters.table import METHODS
 from forespeak.engine.decode import Decoding
 from forespeak.engine.proposer import Cascade, Proposer, Proposing
 from forespeak.engine.reference import next_logits
-from forespeak.engine.settings import choose_rules, refuse_missing_drafter, resolve
+from forespeak.engine.settings import (
+    Resolved,
+    choose_rules,
+    refuse_missing_drafter,
+    resolve,
+    settled,
+)
 from forespeak.engine.target import Prompt, Target, load_target
 from forespeak.engine.text import TextState
 from forespeak.errors import OptionError
@@ -29,9 +35,9 @@ class LLM:
     Args:
         target: a loaded target, or the name of one (see ``load_target``).
         method: how to draft; names joined with ``+`` make a cascade.
-        drafter, builder, num_speculative_tokens, node_budget, tree_depth, tree_top_k, lookup_min,
-            lookup_max, draft_sampling, rule: see :class:`SpeculationConfig`; None takes the
-            method's default.
+        drafter, builder, num_speculative_tokens, node_budget, tree_depth, tree_top_k, tree_shape,
+            confidence_threshold, recursion_state, lookup_min, lookup_max, draft_sampling, rule:
+            see :class:`SpeculationConfig`; None takes the method's default.
         dtype, device, threads: of the target, where it is given by name.
 
     Raises:
@@ -55,6 +61,9 @@ class LLM:
         node_budget: int | None = None,
         tree_depth: int | None = None,
         tree_top_k: int | None = None,
+        tree_shape: str | None = None,
+        confidence_threshold: float | None = None,
+        recursion_state: str | None = None,
         lookup_min: int | None = None,
         lookup_max: int | None = None,
         draft_sampling: str | None = None,
@@ -66,13 +75,11 @@ class LLM:
         asked = SpeculationConfig(
             method=method, drafter=drafter, builder=builder,
             num_speculative_tokens=num_speculative_tokens, node_budget=node_budget,
-            tree_depth=tree_depth, tree_top_k=tree_top_k, lookup_min=lookup_min,
-            lookup_max=lookup_max, draft_sampling=draft_sampling, rule=rule,
+            tree_depth=tree_depth, tree_top_k=tree_top_k, tree_shape=tree_shape,
+            confidence_threshold=confidence_threshold, recursion_state=recursion_state,
+            lookup_min=lookup_min, lookup_max=lookup_max, draft_sampling=draft_sampling, rule=rule,
         )  # fmt: skip
         resolved = resolve(asked)  # refuses before anything is loaded
-        self.speculation = resolved.shown
-        self._resolved = resolved
-        self._members = resolved.members
         refuse_missing_drafter(resolved)
         choose_rules(resolved, 0.0)  # and so does a rule that cannot verify such drafts
         if isinstance(target, Target):
@@ -80,21 +87,22 @@ class LLM:
             self.target = target
         else:
             self.target = load_target(target, dtype=dtype, device=device, threads=threads)
-        self._proposer = self._open_proposer()
+        self._proposer = self._open_proposer(resolved)
         self._free = threading.Lock()
         self.builder = "+".join(member.builder for member in self._members) or "none"
         names = [member.config.drafter for member in self._members if member.config.drafter]
         self.drafter_name = "+".join(names) or None
 
-    def _open_proposer(self) -> Proposing | None:
+    def _open_proposer(self, resolved: Resolved) -> Proposing | None:
         size = self.target.model.config.vocab_size
+        drafters = [load_drafter(member.config, self.target.parts) for member in resolved.members]
+        self._resolved = settled(resolved, [drafter.info for drafter in drafters])
+        self._members = self._resolved.members
+        self.speculation = self._resolved.shown
         members = [
-            Proposer(
-                load_drafter(member.config, self.target.parts), member.builder, member.config,
-                vocab_size=size,
-            )
-            for member in self._members
-        ]  # fmt: skip
+            Proposer(drafter, member.builder, member.config, vocab_size=size)
+            for drafter, member in zip(drafters, self._members, strict=True)
+        ]
         if len(members) > 1:
             return Cascade(members)
         return members[0] if members else None

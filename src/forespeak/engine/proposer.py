@@ -5,17 +5,22 @@ N nodes, V vocabulary, R rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from forespeak.drafters.base import Drafter
+from forespeak.engine.shapes import read_shape
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.spec import builders
 from forespeak.spec.builders import DraftProcess, TreeShape, fit_shape
 from forespeak.spec.tree import CandidateTree, cut
 from forespeak.spec.uniforms import Uniforms
-from forespeak.types import Observation, SpeculationConfig
+from forespeak.types import DenseLaws, Frontier, Laws, Observation, SpeculationConfig
+
+Trees = list[CandidateTree]
 
 # What a guess of each rank is assumed to be worth where nothing was measured for this drafter.
 _TYPICAL_ACCURACIES = (0.6, 0.15, 0.06, 0.03)
@@ -54,6 +59,10 @@ class Proposing(Protocol):
     @property
     def taps(self) -> tuple[int, ...]: ...
 
+    @property
+    def drafter_s(self) -> float:
+        """Seconds spent in drafters so far, tree building not included."""
+
 
 class Proposer:
     """One drafter under one builder.
@@ -71,6 +80,7 @@ class Proposer:
         if builder not in _BUILDERS:
             raise OptionError(unknown_choice("Builder", builder, _BUILDERS))
         self._drafter = drafter
+        self._timed = _Timed(drafter)
         self._builder = _BUILDERS[builder]
         self._settings = settings
         self._vocab_size = vocab_size
@@ -84,10 +94,14 @@ class Proposer:
         self._drafter.admit(row)
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        self._drafter.observe(observations)
+        self._timed.observe(observations)
 
     def release(self, row: int) -> None:
         self._drafter.release(row)
+
+    @property
+    def drafter_s(self) -> float:
+        return self._timed.seconds
 
     def propose(self, request: DraftRequest) -> list[CandidateTree]:
         """A tree for each row; root only where the drafter has nothing or the limit is 0."""
@@ -95,7 +109,7 @@ class Proposer:
             return [CandidateTree((root,), (-1,)) for root in request.roots]
         if self._drafter.info.point_mass:  # nothing to draw and nothing to process
             request = DraftRequest(request.rows, request.roots, request.limits)
-        trees = self._builder(self._drafter, self._settings, request, self._vocab_size)
+        trees = self._builder(self._timed, self._settings, request, self._vocab_size)
         if len(set(request.limits)) > 1:  # trees were built for the row that has most left
             trees = [_within(t, limit) for t, limit in zip(trees, request.limits, strict=True)]
         return trees
@@ -112,6 +126,10 @@ class Cascade:
     @property
     def taps(self) -> tuple[int, ...]:
         return self._taps
+
+    @property
+    def drafter_s(self) -> float:
+        return sum(member.drafter_s for member in self._members)
 
     def admit(self, row: int) -> None:
         for member in self._members:
@@ -165,70 +183,101 @@ def _with_taps(
     return Observation(observation.row, observation.tokens, observation.hidden, picked)
 
 
-def _chain(
-    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
-) -> list[CandidateTree]:
+def _chain(drafter: _Timed, settings: SpeculationConfig, request: DraftRequest, size: int) -> Trees:
     most = _given(settings.num_speculative_tokens)
     lengths = [min(most, limit) for limit in request.limits]
-    laws = drafter.propose(request.rows, request.roots, max(lengths))
+    laws = drafter.propose(request, max(lengths))
     return builders.build_chain(
-        request.roots, laws, _expand(drafter), request.rows, lengths=lengths,
-        draws=request.draws, process=request.process, vocab_size=vocab_size,
+        request.roots, laws, drafter.expand, request.rows, lengths=lengths, draws=request.draws,
+        process=request.process, min_acceptance=settings.confidence_threshold or 0.0,
+        vocab_size=size,
     )  # fmt: skip
 
 
 def _dynamic(
-    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
-) -> list[CandidateTree]:
-    depth = min(_given(settings.tree_depth), max(request.limits))
-    budget = _given(settings.node_budget)
-    laws = drafter.propose(request.rows, request.roots, depth)
+    drafter: _Timed, settings: SpeculationConfig, request: DraftRequest, size: int
+) -> Trees:
+    depth, budgets = _tree_sizes(settings, request)
+    laws = drafter.propose(request, depth)
     return builders.build_dynamic_tree(
-        request.roots, laws, _expand(drafter), request.rows,
-        budgets=[budget if limit > 0 else 0 for limit in request.limits], max_depth=depth,
-        top_k=_given(settings.tree_top_k), process=request.process, vocab_size=vocab_size,
+        request.roots, laws, drafter.expand, request.rows, budgets=budgets, max_depth=depth,
+        top_k=_given(settings.tree_top_k), process=request.process, vocab_size=size,
     )  # fmt: skip
 
 
 def _ddtree(
-    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
-) -> list[CandidateTree]:
-    depth = min(_given(settings.tree_depth), max(request.limits))
-    budget = _given(settings.node_budget)
-    laws = drafter.propose(request.rows, request.roots, depth)
+    drafter: _Timed, settings: SpeculationConfig, request: DraftRequest, size: int
+) -> Trees:
+    depth, budgets = _tree_sizes(settings, request)
+    laws = drafter.propose(request, depth)
     return builders.build_ddtree(
-        request.roots, laws, _expand(drafter), request.rows,
-        budgets=[budget if limit > 0 else 0 for limit in request.limits], max_depth=depth,
-        process=request.process, vocab_size=vocab_size,
+        request.roots, laws, drafter.expand, request.rows, budgets=budgets, max_depth=depth,
+        process=request.process, vocab_size=size,
     )  # fmt: skip
+
+
+def _tree_sizes(settings: SpeculationConfig, request: DraftRequest) -> tuple[int, list[int]]:
+    """Depth of the trees and node budgets of the rows."""
+    budget = _given(settings.node_budget)
+    depth = min(_given(settings.tree_depth), max(request.limits))
+    return depth, [budget if limit > 0 else 0 for limit in request.limits]
 
 
 def _static(
-    drafter: Drafter, settings: SpeculationConfig, request: DraftRequest, vocab_size: int
-) -> list[CandidateTree]:
-    depth = min(_given(settings.tree_depth), max(request.limits))
-    shape = static_shape(settings, depth)
-    laws = drafter.propose(request.rows, request.roots, depth)
+    drafter: _Timed, settings: SpeculationConfig, request: DraftRequest, size: int
+) -> Trees:
+    shape = static_shape(settings, max(request.limits))
+    laws = drafter.propose(request, shape.depth)
     if request.draws is not None:
         return builders.build_sampled_tree(
-            request.roots, laws, _expand(drafter), request.rows, shape=shape,
-            draws=request.draws, process=request.process, vocab_size=vocab_size,
+            request.roots, laws, drafter.expand, request.rows, shape=shape, draws=request.draws,
+            process=request.process, vocab_size=size,
         )  # fmt: skip
     return builders.build_static_tree(
-        request.roots, laws, _expand(drafter), request.rows, shape=shape,
-        process=request.process, vocab_size=vocab_size,
+        request.roots, laws, drafter.expand, request.rows, shape=shape, process=request.process,
+        vocab_size=size,
     )  # fmt: skip
 
 
-def static_shape(settings: SpeculationConfig, depth: int) -> TreeShape:
-    """The fixed tree of a node budget and depth, for ranks of typical accuracy."""
+def static_shape(settings: SpeculationConfig, limit: int) -> TreeShape:
+    """The fixed tree that settings ask for, no deeper than ``limit``: a given shape, or the one
+    that fits a node budget and depth, for ranks of typical accuracy."""
+    if settings.tree_shape is not None:
+        shape = read_shape(settings.tree_shape)
+        if shape.depth <= limit:
+            return shape
+        return TreeShape(tuple(path for path in shape.paths if len(path) <= limit))
+    depth = min(_given(settings.tree_depth), limit)
     top_k = _given(settings.tree_top_k)
     ranks = [_TYPICAL_ACCURACIES[min(r, 3)] * 0.5 ** max(0, r - 3) for r in range(top_k)]
     return fit_shape([ranks] * depth, _given(settings.node_budget))
 
 
-def _expand(drafter: Drafter) -> builders.Expand | None:
-    return drafter.expand if drafter.info.expansion == "forward" else None
+class _Timed:
+    """A drafter whose time is counted."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.seconds = 0.0
+        self.expand = self._expand if drafter.info.expansion != "none" else None
+
+    def propose(self, request: DraftRequest, depth: int) -> Laws:
+        with self._counted():
+            return self._drafter.propose(request.rows, request.roots, depth)
+
+    def _expand(self, frontiers: Sequence[Frontier]) -> DenseLaws:
+        with self._counted():
+            return self._drafter.expand(frontiers)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        with self._counted():
+            self._drafter.observe(observations)
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
 
 def _given(value: int | None) -> int:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forespeak.drafters.table import METHODS, MethodEntry
+from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry, Setting
+from forespeak.engine.shapes import read_shape
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.spec.tree import CandidateTree
 from forespeak.spec.verify import Draft, Rule, Shape, select_rule
-from forespeak.types import SpeculationConfig
+from forespeak.types import DrafterInfo, SpeculationConfig
 
-_BUILDER_SETTINGS = {
-    "chain": ("num_speculative_tokens",),
-    "static_tree": ("node_budget", "tree_depth", "tree_top_k"),
-    "dynamic_tree": ("node_budget", "tree_depth", "tree_top_k"),
-    "ddtree": ("node_budget", "tree_depth"),
-}
+_CHAIN_ONLY = ("confidence_threshold",)
 _DRAWN_BUILDERS = ("chain", "static_tree")  # the others choose their nodes by the laws
-_LOOKUP_SETTINGS = ("lookup_min", "lookup_max")
+_SHAPED = ("node_budget", "tree_depth", "tree_top_k")  # what a given tree shape decides
+RECURSION_STATES = ("normed", "raw")
 DRAFT_SAMPLING = ("greedy", "probabilistic")
 # Beyond these a round costs more than it can ever bring, and trees no longer fit into memory.
 _MOST = {
@@ -37,6 +35,7 @@ class Member:
     config: SpeculationConfig
     builder: str
     point_mass: bool
+    asked: frozenset[str] = frozenset()  # settings that the user gave; the others are defaults
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,9 @@ def refuse_missing_drafter(resolved: Resolved) -> None:
     """
     for member in resolved.members:
         entry = METHODS[member.config.method]
-        if entry.info.trained and member.config.drafter is None:
+        if entry.info.trained and not entry.carried and member.config.drafter is None:
             raise OptionError(
-                f"Method {entry.name} needs {entry.needs}, and none was given; name it with "
+                f"Method {entry.name} needs {entry.needs}, and none was given; name one with "
                 "--drafter (in Python drafter=): a folder, a GGUF file, a Hub id or truncate:N."
             )
 
@@ -157,24 +156,112 @@ def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
                 unknown_choice(f"Builder for {entry.name}", asked.builder, entry.builders)
             )
         builder = asked.builder
-    values: dict[str, str | int | None] = {}
+    values: dict[str, Setting | None] = {}
     for name in _settings_of(entry, builder):
         given = getattr(asked, name)
         values[name] = entry.defaults.get(name) if given is None else given
         _check_size(name, values[name])
+    _check_shape(values, asked)
     _check_lookup(values)
-    _check_drafter(values)
+    _check_drafter(values, entry)
+    _check_threshold(values)
+    _check_recursion(values)
     config = SpeculationConfig(method=entry.name, builder=builder, **values)  # type: ignore[arg-type]
-    return Member(config, builder, entry.info.point_mass)
+    given = frozenset(name for name in values if getattr(asked, name) is not None)
+    return Member(config, builder, entry.info.point_mass, given)
+
+
+def settle(member: Member, info: DrafterInfo) -> Member:
+    """Fill in and check what only the drafter itself can say: how deep it goes.
+
+    Raises:
+        OptionError: more was asked for than it has.
+    """
+    most = info.max_depth
+    sizes = [name for name in BUILDER_SETTINGS[member.builder] if name in _DEPTHS]
+    changes: dict[str, int] = {}
+    for name in sizes:
+        value = getattr(member.config, name)
+        if value is None and (name != "tree_depth" or member.config.tree_shape is None):
+            assert most is not None, f"{member.config.method}: no default for {name}"
+            changes[name] = most
+        elif value is not None and most is not None and value > most:
+            if name in member.asked:
+                raise OptionError(
+                    f"{name} is {value}; allowed: 1 to {most}, the draft tokens that this drafter "
+                    "gives in a round. Ask for fewer or choose another drafter."
+                )
+            changes[name] = most
+    if member.config.tree_shape is not None:
+        deepest = read_shape(member.config.tree_shape).depth
+        if most is not None and deepest > most:
+            raise OptionError(
+                f"The tree shape {member.config.tree_shape!r} is {deepest} deep; allowed: up to "
+                f"{most}, the draft tokens that this drafter gives in a round."
+            )
+    return replace(member, config=replace(member.config, **changes))  # type: ignore[arg-type]
+
+
+def settled(resolved: Resolved, infos: Sequence[DrafterInfo]) -> Resolved:
+    """All members settled with what their drafters say.
+
+    Raises:
+        OptionError: see :func:`settle`.
+    """
+    members = tuple(settle(m, i) for m, i in zip(resolved.members, infos, strict=True))
+    shown = resolved.shown
+    if len(members) == 1:
+        shown = replace(
+            members[0].config, method=shown.method, draft_sampling=shown.draft_sampling,
+            rule=shown.rule,
+        )  # fmt: skip
+    return Resolved(shown, members)
+
+
+_DEPTHS = ("num_speculative_tokens", "tree_depth")
 
 
 def _settings_of(entry: MethodEntry, builder: str) -> tuple[str, ...]:
-    names = _BUILDER_SETTINGS[builder]
-    names += tuple(name for name in _LOOKUP_SETTINGS if name in entry.defaults)
-    return (*names, "drafter") if entry.info.trained else names
+    names = BUILDER_SETTINGS[builder]
+    extra = [name for name in entry.settings if name not in _CHAIN_ONLY or builder == "chain"]
+    return (*names, *extra, "drafter") if entry.info.trained else (*names, *extra)
 
 
-def _check_size(name: str, value: str | int | None) -> None:
+def _check_shape(values: dict[str, Setting | None], asked: SpeculationConfig) -> None:
+    """A given shape decides budget, depth and breadth, so those must not be given beside it."""
+    shape = values.get("tree_shape")
+    if shape is None:
+        return
+    beside = [name for name in _SHAPED if getattr(asked, name) is not None]
+    if beside:
+        raise OptionError(
+            f"{beside[0]}={getattr(asked, beside[0])} has no effect beside tree_shape {shape!r}, "
+            "which decides it; leave one of the two out."
+        )
+    read_shape(str(shape))  # refuses a bad one now
+    for name in _SHAPED:
+        values[name] = None
+
+
+def _check_threshold(values: dict[str, Setting | None]) -> None:
+    value = values.get("confidence_threshold")
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 <= value < 1:  # type: ignore[operator]
+        raise OptionError(
+            f"confidence_threshold is {value!r}; allowed: from 0 (verify all) to below 1. Choose "
+            "one of these."
+        )
+
+
+def _check_recursion(values: dict[str, Setting | None]) -> None:
+    value = values.get("recursion_state")
+    if value is not None and value not in RECURSION_STATES:
+        raise OptionError(unknown_choice("Recursion state", str(value), RECURSION_STATES))
+
+
+def _check_size(name: str, value: Setting | None) -> None:
     most = _MOST.get(name)
     if most is None or value is None:
         return
@@ -184,7 +271,7 @@ def _check_size(name: str, value: str | int | None) -> None:
         )
 
 
-def _check_lookup(values: dict[str, str | int | None]) -> None:
+def _check_lookup(values: dict[str, Setting | None]) -> None:
     least, most = values.get("lookup_min"), values.get("lookup_max")
     if isinstance(least, int) and isinstance(most, int) and least > most:
         raise OptionError(
@@ -193,13 +280,18 @@ def _check_lookup(values: dict[str, str | int | None]) -> None:
         )
 
 
-def _check_drafter(values: dict[str, str | int | None]) -> None:
+def _check_drafter(values: dict[str, Setting | None], entry: MethodEntry) -> None:
     name = values.get("drafter")
     if name is not None and not isinstance(name, str):
         raise OptionError(
             f"drafter is {name!r}; allowed: a folder, a GGUF file, a Hub id or truncate:N, as text."
         )
     if isinstance(name, str) and name.startswith("truncate:"):
+        if "truncate" not in entry.needs:
+            raise OptionError(
+                f"Drafter {name!r} is for draft_model; method {entry.name} needs {entry.needs}. "
+                "Name a folder or a Hub id."
+            )
         number = name.removeprefix("truncate:")
         if not number.isdigit() or int(number) < 1:
             raise OptionError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from forespeak.drafters.loader import TargetParts
+from forespeak.drafters.base import TargetParts
 from forespeak.engine.text import Vocabulary
 from forespeak.errors import CheckpointError, OptionError, PromptError
 from forespeak.models.base import TargetModel
@@ -66,7 +66,7 @@ class Target:
     def parts(self) -> TargetParts:
         """What drafters may need of it."""
         threads = self.threads if self.dtype_name == "int8" else None
-        return TargetParts(self.model, self.checkpoint, threads)
+        return TargetParts(self.model, self.checkpoint, threads, self.context_length)
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt.

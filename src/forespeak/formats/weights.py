@@ -122,7 +122,9 @@ def _check_against_index(path: Path, expected: set[str], found: set[str]) -> Non
 
 
 def _iter_file(path: Path) -> Iterator[tuple[str, Tensor]]:
-    return _iter_torch(path) if path.suffix == ".bin" else _iter_safetensors(path)
+    if path.suffix == ".safetensors":
+        return _iter_safetensors(path)
+    return iter(read_torch_file(path).items())
 
 
 def _iter_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -138,7 +140,12 @@ def _iter_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         ) from None
 
 
-def _iter_torch(path: Path) -> Iterator[tuple[str, Tensor]]:
+def read_torch_file(path: Path) -> dict[str, Tensor]:
+    """A file of torch.save that holds a flat table of tensors; read as data, never as code.
+
+    Raises:
+        CheckpointError: it is cut, damaged, or holds anything else.
+    """
     try:
         # weights_only refuses every pickle that would run code.
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -160,7 +167,7 @@ def _iter_torch(path: Path) -> Iterator[tuple[str, Tensor]]:
             f"{path} does not hold a flat table of tensors, which is expected. Use a safetensors "
             "version of the model."
         )
-    yield from loaded.items()
+    return loaded
 
 
 def _short(error: BaseException) -> str:

@@ -22,6 +22,8 @@ from forespeak.models.base import Cache, TargetModel
 from forespeak.models.config import ModelConfig
 from forespeak.types import Segment, TargetOutput
 
+_FINAL_NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "norm_f")
+
 
 class TransformersModel(TargetModel):
     """A causal language model of transformers.
@@ -62,6 +64,26 @@ class TransformersModel(TargetModel):
     def embed(self, tokens: Tensor) -> Tensor:
         embedded: Tensor = self._embedding(tokens.to(self.device))
         return embedded
+
+    def norm(self, states: Tensor) -> Tensor:
+        for name in _FINAL_NORMS:
+            norm = getattr(self._decoder, name, None)
+            if isinstance(norm, nn.Module):
+                normed: Tensor = norm(states.to(device=self.device, dtype=self.dtype))
+                return normed
+        raise ModelError(
+            f"A {self.config.model_type} model has no final norm that could be told apart; choose "
+            "a method that does not share it (forespeak methods)."
+        )
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        weight = getattr(self.language_model.get_output_embeddings(), "weight", None)
+        if not isinstance(weight, Tensor):
+            raise ModelError(
+                f"A {self.config.model_type} model has no plain head, so no part of it can be "
+                "taken; leave draft_vocab_size out."
+            )
+        return weight[tokens.to(self.device)]
 
     def head(self, hidden: Tensor) -> Tensor:
         states = hidden.to(device=self.device, dtype=self.dtype)

@@ -131,3 +131,37 @@ def attend(
     weights = scores.masked_fill(~mask[None], float("-inf")).softmax(-1)
     summed: Tensor = weights @ v.float()
     return summed.to(query.dtype).transpose(0, 1)
+
+
+def attend_rows(
+    query: Tensor,  # [T, heads, D]
+    keys: Tensor,  # [T, kv, D]
+    values: Tensor,  # [T, kv, D]
+    layer: int,
+    cache: KVCache,
+    segments: Sequence[Segment],
+    masks: Sequence[Tensor],
+    *,
+    plain: bool = False,
+) -> Tensor:
+    """Writes new keys and values to the slots that ``cache.append`` made, and attends row by row.
+
+    Args:
+        masks: of each segment, [n, used slots] bool (``dense_mask``).
+
+    Returns:
+        [T, heads * D].
+    """
+    mixed, at = [], 0
+    for segment, mask in zip(segments, masks, strict=True):
+        row, n = segment.row, segment.num_tokens
+        used = cache.used(row)
+        stored_keys, stored_values = cache.keys[layer, row], cache.values[layer, row]  # [kv, C, D]
+        stored_keys[:, used - n : used] = keys[at : at + n].transpose(0, 1)
+        stored_values[:, used - n : used] = values[at : at + n].transpose(0, 1)
+        span = slice(at, at + n)
+        mixed.append(
+            attend(query[span], stored_keys[:, :used], stored_values[:, :used], mask, plain=plain)
+        )
+        at += n
+    return torch.cat(mixed).flatten(1)

@@ -109,8 +109,25 @@ class TargetModel(ABC):
         """Input embeddings, [..., H] in the compute dtype, for drafters that share them."""
 
     @abstractmethod
+    def norm(self, states: Tensor) -> Tensor:
+        """The final norm on states [..., H] before it, such as taps, for drafters that share it.
+
+        Raises:
+            ModelError: this kind of model has none that could be told apart.
+        """
+
+    @abstractmethod
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] float32 of final hidden states [..., H], for drafters that share it."""
+
+    @abstractmethod
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        """Rows [n, H] of the head's weight for some tokens [n], for drafters that draft over a part
+        of the vocabulary.
+
+        Raises:
+            ModelError: this kind of model has no plain head.
+        """
 
 
 def first_layers_config(config: ModelConfig, num_layers: int) -> ModelConfig:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forespeak.models.attention import attend, dense_mask
+from forespeak.models.attention import attend_rows, dense_mask
 from forespeak.models.base import Cache, TargetModel, first_layers_config
 from forespeak.models.config import ModelConfig
 from forespeak.models.kv_cache import KVCache
@@ -185,6 +185,12 @@ class Decoder(TargetModel):
     def embed(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens.to(self.device), self._embedding)
 
+    def norm(self, states: Tensor) -> Tensor:
+        return rms_norm(states.to(self.dtype), self._norm, self.config.rms_norm_eps)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        return self._head[tokens.to(self.device)]
+
     def head(self, hidden: Tensor) -> Tensor:
         rows = hidden.to(self.dtype).reshape(-1, hidden.shape[-1])
         return linear(rows, self._head).float().view(*hidden.shape[:-1], -1)
@@ -244,38 +250,10 @@ class Decoder(TargetModel):
             q = rms_norm(q, layer.query_norm, c.rms_norm_eps)
             k = rms_norm(k, layer.key_norm, c.rms_norm_eps)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = self._attend(q, k, v, index, cache, segments, masks)
+        mixed = attend_rows(
+            q, k, v, index, cache, segments, masks, plain=self.plain_attention
+        )  # fmt: skip
         hidden = hidden + linear(mixed, layer.out, layer.out_bias)
         normed = rms_norm(hidden, layer.mlp_norm, c.rms_norm_eps)
         gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         return hidden + linear(F.silu(gate) * up, layer.down, layer.down_bias)
-
-    def _attend(
-        self,
-        q: Tensor,  # [T, G, D]
-        k: Tensor,  # [T, kv, D]
-        v: Tensor,  # [T, kv, D]
-        index: int,
-        cache: KVCache,
-        segments: Sequence[Segment],
-        masks: Sequence[Tensor],
-    ) -> Tensor:
-        """Writes the segments' keys and values and attends row by row. [T, G * D]."""
-        mixed, at = [], 0
-        for segment, mask in zip(segments, masks, strict=True):
-            row, n = segment.row, segment.num_tokens
-            used = cache.used(row)
-            keys, values = cache.keys[index, row], cache.values[index, row]  # [kv, C, D]
-            keys[:, used - n : used] = k[at : at + n].transpose(0, 1)
-            values[:, used - n : used] = v[at : at + n].transpose(0, 1)
-            mixed.append(
-                attend(
-                    q[at : at + n],
-                    keys[:, :used],
-                    values[:, :used],
-                    mask,
-                    plain=self.plain_attention,
-                )  # fmt: skip
-            )
-            at += n
-        return torch.cat(mixed).flatten(1)

@@ -18,7 +18,7 @@ from forespeak.errors import OptionError
 from forespeak.models.attention import build_plan
 from forespeak.models.base import Cache, TargetModel, first_layers_config
 from forespeak.models.config import ModelConfig
-from forespeak.models.decoder import RopeTable, window_flags
+from forespeak.models.decoder import RopeTable, rms_norm, window_flags
 from forespeak.models.kernels.fused import multiply, norm_rows, run_layers
 from forespeak.models.kernels.layout import (
     Array,
@@ -31,7 +31,7 @@ from forespeak.models.kernels.simd import BLOCK, has_int8_product
 from forespeak.models.kernels.team import new_barrier, runs_as_team
 from forespeak.models.kv_cache import KVCache
 from forespeak.models.parameters import LayerTensors, OuterTensors, read_parameters
-from forespeak.models.quantize import MatrixBuilder, padded, single_matrix
+from forespeak.models.quantize import MatrixBuilder, dequantize_rows, padded, single_matrix
 from forespeak.types import Segment, TargetOutput
 
 _HALF_LIMIT = 60000.0  # embeddings below this magnitude are kept in float16
@@ -141,6 +141,12 @@ class Int8Decoder(TargetModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self._embedding[tokens].float()
+
+    def norm(self, states: Tensor) -> Tensor:
+        return rms_norm(states.float(), torch.from_numpy(self._norm), self.config.rms_norm_eps)
+
+    def head_rows(self, tokens: Tensor) -> Tensor:
+        return dequantize_rows(self._head, tokens, self.config.hidden_size)
 
     def head(self, hidden: Tensor) -> Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1]).float()

@@ -127,3 +127,11 @@ def dequantize(matrix: Matrix, layer: int, num_outputs: int, num_inputs: int) ->
     q = tiles.transpose(0, 2, 1, 3).reshape(rows, -1).astype(np.float32) - 128
     weight: Array = (q * matrix.scale[layer][:, None])[:num_outputs, :num_inputs]
     return weight
+
+
+def dequantize_rows(matrix: Matrix, outputs: Tensor, num_inputs: int) -> Tensor:
+    """Some rows [n, K] of the float32 weights that a one-layer matrix stands for."""
+    at = outputs.numpy()
+    tiles = matrix.weight[0].reshape(matrix.scale.shape[1] // LANES, -1, LANES, 4)
+    q = tiles[at // LANES, :, at % LANES].reshape(len(at), -1).astype(np.float32) - 128
+    return torch.from_numpy((q * matrix.scale[0][at, None])[:, :num_inputs])

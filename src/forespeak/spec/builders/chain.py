@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ def build_chain(
     draws: Sequence[Uniforms] | None = None,
     process: DraftProcess | None = None,
     min_confidence: float = 0.0,
+    min_acceptance: float = 0.0,
     vocab_size: int | None = None,
 ) -> list[CandidateTree]:
     """One chain a row, all rows advanced together.
@@ -39,13 +41,15 @@ def build_chain(
             point mass: the trees have no q.
         min_confidence: a chain ends before a token whose law gives no token this much. The law is
             a function of the token's ancestors; the token itself is never looked at (law 3).
+        min_acceptance: a chain ends before a token whose chance of acceptance, as the drafter
+            estimates it, is less than this; 0 for drafters that estimate none.
 
     Raises:
         OptionError: point laws with an option that they cannot honour.
     """
     assert len(lengths) == len(roots), (lengths, roots)
     if isinstance(laws, PointLaws):
-        if draws is not None or process is not None or min_confidence > 0:
+        if draws is not None or process is not None or min_confidence > 0 or min_acceptance > 0:
             raise OptionError(
                 "The drafter proposes single tokens and no laws, so draft sampling, draft "
                 "processors and a least confidence cannot be honoured; leave them out."
@@ -57,11 +61,34 @@ def build_chain(
     source = LawSource(roots, laws, expand, rows, process=process, vocab_size=vocab_size)
     most = source.max_depth
     allowed = [length if most is None else min(length, most) for length in lengths]
-    if draws is None and min_confidence <= 0 and source.all_depths is not None:
+    least = _Least(min_confidence, min_acceptance)
+    if draws is None and least.is_nothing and source.all_depths is not None:
         return _best_of_all_depths(roots, source.all_depths, source.token_ids, allowed)
     if draws is None:
-        return _grow_greedy(source, allowed, min_confidence)
-    return _grow_sampled(source, allowed, min_confidence, draws)
+        return _grow_greedy(source, allowed, least)
+    return _grow_sampled(source, allowed, least, draws)
+
+
+@dataclass(frozen=True)
+class _Least:
+    """What a law must promise for its token to be drafted."""
+
+    confidence: float
+    acceptance: float
+
+    @property
+    def is_nothing(self) -> bool:
+        return self.confidence <= 0 and self.acceptance <= 0
+
+    def met(self, source: LawSource, nodes: Sequence[DraftNode], logits: Tensor) -> list[bool]:
+        """For each of F nodes, right after its law [F, V] was asked for."""
+        enough = torch.ones(len(nodes), dtype=torch.bool)
+        if self.confidence > 0:
+            enough &= (logits.softmax(-1).amax(-1) >= self.confidence).cpu()
+        if self.acceptance > 0:
+            enough &= (source.confidences(nodes) >= self.acceptance).cpu()
+        answers: list[bool] = enough.tolist()
+        return answers
 
 
 def _best_of_all_depths(
@@ -75,9 +102,7 @@ def _best_of_all_depths(
     ]
 
 
-def _grow_greedy(
-    source: LawSource, allowed: Sequence[int], min_confidence: float
-) -> list[CandidateTree]:
+def _grow_greedy(source: LawSource, allowed: Sequence[int], least: _Least) -> list[CandidateTree]:
     ends = list(source.roots)
     active = [node for node in ends if allowed[node.slot] > 0]
     while active:
@@ -85,11 +110,11 @@ def _grow_greedy(
         best = logits.argmax(-1)
         token_ids = source.token_ids
         tokens = (best if token_ids is None else token_ids[best]).tolist()
-        confident = _confident(logits.softmax(-1), min_confidence) if min_confidence > 0 else None
+        enough = None if least.is_nothing else least.met(source, active, logits)
         grown = [
             node.child(node.number + 1, token)
             for at, (node, token) in enumerate(zip(active, tokens, strict=True))
-            if confident is None or confident[at]
+            if enough is None or enough[at]
         ]
         active = _advance(ends, grown, allowed)
     return [tree.chain(node.path[0], node.path[1:]) for node in ends]
@@ -98,7 +123,7 @@ def _grow_greedy(
 def _grow_sampled(
     source: LawSource,
     allowed: Sequence[int],
-    min_confidence: float,
+    least: _Least,
     draws: Sequence[Uniforms],
 ) -> list[CandidateTree]:
     ends = list(source.roots)
@@ -106,10 +131,12 @@ def _grow_sampled(
     active = [node for node in ends if allowed[node.slot] > 0]
     while active:
         laws = source.laws(active)  # [F, V]
-        confident = _confident(laws, min_confidence)
+        enough = [True] * len(active)
+        if not least.is_nothing:
+            enough = least.met(source, active, laws.log())
         grown = []
-        for node, q, enough in zip(active, laws, confident, strict=True):
-            if enough:
+        for node, q, drafted in zip(active, laws, enough, strict=True):
+            if drafted:
                 kept[node.slot].append(q)
                 grown.append(node.child(node.number + 1, draws[node.slot].choose(q)))
         active = _advance(ends, grown, allowed)
@@ -119,12 +146,6 @@ def _grow_sampled(
         )
         for node, q in zip(ends, kept, strict=True)
     ]
-
-
-def _confident(laws: Tensor, least: float) -> list[bool]:
-    """Which laws have a token of at least this probability. [F, V] -> F"""
-    answers: list[bool] = (laws.amax(-1) >= least).tolist()
-    return answers
 
 
 def _advance(

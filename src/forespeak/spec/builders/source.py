@@ -92,6 +92,7 @@ class LawSource:
         self.max_depth = laws.logits.shape[1] if expand is None else None
         self._laws, self._expand, self._rows = laws, expand, tuple(rows)
         self._process, self._vocab_size = process, vocab_size
+        self._last: tuple[tuple[DraftNode, ...], Tensor | None] = ((), None)
 
     @property
     def token_ids(self) -> Tensor | None:
@@ -146,10 +147,29 @@ class LawSource:
         law = self.logits(nodes).softmax(-1)
         return law if self._process else self._widen(law, 0.0)
 
+    def confidences(self, nodes: Sequence[DraftNode]) -> Tensor:
+        """[F] the drafter's own estimates that a token below each node will be accepted.
+
+        To be asked right after the laws of the same nodes; they come from the same call.
+
+        Raises:
+            OptionError: the drafter makes no such estimates.
+        """
+        asked, estimates = self._last
+        assert asked == tuple(nodes), "estimates of other nodes than the last ones"
+        if estimates is None:
+            raise OptionError(
+                "A confidence threshold was given and this drafter has no confidence head; leave "
+                "the threshold out or choose a drafter with one."
+            )
+        return estimates
+
     def _raw(self, nodes: Sequence[DraftNode]) -> Tensor:
         depth = nodes[0].depth
         if depth == 0 or self._expand is None:
             slots = [node.slot for node in nodes]
+            given = self._laws.confidences
+            self._last = (tuple(nodes), None if given is None else given[slots, depth])
             return self._laws.logits[slots, depth]  # [F, Vd]
         frontiers = []
         for slot, group in groupby(nodes, lambda node: node.slot):
@@ -162,9 +182,11 @@ class LawSource:
                     tuple(node.parent for node in members),
                 )
             )
-        logits = self._expand(frontiers).logits
-        assert logits.shape[:2] == (len(nodes), 1), (logits.shape, len(nodes))
-        return logits[:, 0]
+        laws = self._expand(frontiers)
+        assert laws.logits.shape[:2] == (len(nodes), 1), (laws.logits.shape, len(nodes))
+        given = laws.confidences
+        self._last = (tuple(nodes), None if given is None else given[:, 0])
+        return laws.logits[:, 0]
 
     def _widen(self, values: Tensor, outside: float) -> Tensor:
         """From the draft's vocabulary to the target's. [F, Vd] -> [F, V]"""

@@ -1,0 +1,111 @@
+"""What drafters take from their target: the embedding, and the head whole or in part.
+
+V target vocabulary, Vd draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from forespeak.drafters.base import TargetParts
+from forespeak.errors import DrafterError
+from forespeak.formats.drafters import (
+    DrafterCheckpoint,
+    check_fits,
+    draft_token_ids,
+    read_drafter,
+)
+from forespeak.models.decoder import linear
+from forespeak.models.sources import resolve
+from forespeak.types import SpeculationConfig
+
+
+class SharedHead:
+    """The target's head for a drafter's states.
+
+    Args:
+        target: whose head.
+        token_ids: [Vd] the part of the vocabulary to draft over, None for all of it.
+    """
+
+    def __init__(self, target: TargetParts, token_ids: Tensor | None = None) -> None:
+        self._model = target.model
+        self.token_ids = None if token_ids is None else token_ids.to(target.model.device)
+        self._rows: Tensor | None = None
+        if token_ids is not None:
+            self._rows = target.model.head_rows(token_ids).to(target.drafting_dtype).contiguous()
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """states [..., H] to logits [..., Vd] float32."""
+        if self._rows is None:
+            return self._model.head(states)
+        flat = states.reshape(-1, states.shape[-1]).to(self._rows.dtype)
+        return linear(flat, self._rows).float().view(*states.shape[:-1], -1)
+
+
+class OwnHead:
+    """A head of the drafter's own.
+
+    Args:
+        weight: [Vd, H].
+        token_ids: [Vd] target ids, None when Vd is the target's vocabulary.
+    """
+
+    def __init__(self, weight: Tensor, token_ids: Tensor | None = None) -> None:
+        self._weight = weight
+        self.token_ids = None if token_ids is None else token_ids.to(weight.device)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """states [..., H] to logits [..., Vd] float32."""
+        flat = states.reshape(-1, states.shape[-1]).to(self._weight.dtype)
+        return linear(flat, self._weight).float().view(*states.shape[:-1], -1)
+
+
+Head = SharedHead | OwnHead
+
+
+def map_of(tensors: dict[str, Tensor]) -> Tensor | None:
+    """[Vd] target ids of a checkpoint's draft vocabulary; takes the map out of ``tensors``."""
+    offsets = tensors.pop("d2t", None)
+    tensors.pop("t2d", None)
+    return None if offsets is None else draft_token_ids(offsets)
+
+
+def open_checkpoint(
+    config: SpeculationConfig, target: TargetParts, family: str
+) -> DrafterCheckpoint:
+    """Find and translate the drafter that a user named, and check that it is for this target.
+
+    Args:
+        config: ``drafter`` names it; None looks in the target's own folder, where some methods'
+            modules lie.
+        target: what it must fit.
+        family: module of the method's dialects, such as ``forespeak.formats.medusa``.
+
+    Raises:
+        ModelError: no such folder.
+        CheckpointError: damaged, or of a layout that the method does not know.
+        DrafterError: it is for another target.
+    """
+    if config.drafter is not None:
+        folder = resolve(config.drafter).path
+    elif target.checkpoint is not None and target.checkpoint.path.is_dir():
+        folder = target.checkpoint.path
+    else:
+        raise DrafterError(
+            f"Method {config.method} needs a checkpoint, and the target comes from no folder that "
+            "could carry one; name a folder with --drafter."
+        )
+    checkpoint = read_drafter(folder, modules=[family])
+    model = target.model.config
+    check_fits(
+        checkpoint, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
+        context_length=target.served_length,
+    )  # fmt: skip
+    return checkpoint
+
+
+def to_dtype(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights in the dtype that they run in; index tables stay as they are."""
+    return {k: t.to(dtype) if t.is_floating_point() else t for k, t in tensors.items()}

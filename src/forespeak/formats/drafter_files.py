@@ -1,0 +1,140 @@
+"""The files of a drafter: its config, and its tensors by name without reading them all.
+
+    folder/config.json
+           model.safetensors | model.safetensors.index.json and shards | pytorch_model.bin | ...
+
+Pickled files are read as data and never as code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from forespeak.errors import CheckpointError
+from forespeak.formats.weights import (
+    INDEX_FILES,
+    SINGLE_FILES,
+    read_json_object,
+    read_torch_file,
+    weight_files,
+)
+
+HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""Names that releases of heads alone use instead of the usual ones."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DrafterFiles:
+    """A folder whose config was read and whose tensors are known by name, shape and dtype.
+
+    Attributes:
+        folder: where it lies.
+        config: the content of config.json.
+        shapes, dtypes: of every tensor.
+    """
+
+    folder: Path
+    config: Mapping[str, object]
+    shapes: Mapping[str, Shape]
+    dtypes: Mapping[str, torch.dtype]
+    _places: Mapping[str, Path]
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Some tensors, in the dtype they are stored in, on CPU.
+
+        Raises:
+            CheckpointError: a file is cut or damaged.
+        """
+        wanted: dict[Path, list[str]] = {}
+        for name in names:
+            wanted.setdefault(self._places[name], []).append(name)
+        found: dict[str, Tensor] = {}
+        for path, inside in wanted.items():
+            if path.suffix == ".safetensors":
+                found |= _read_safetensors(path, inside)
+            else:
+                tensors = read_torch_file(path)
+                found |= {name: tensors[name] for name in inside}
+        return found
+
+    def with_prefix(self, prefix: str) -> list[str]:
+        """Names that begin so, in order."""
+        return sorted(name for name in self.shapes if name.startswith(prefix))
+
+
+def open_drafter_files(folder: Path) -> DrafterFiles:
+    """Read a drafter's config and the names of its tensors.
+
+    Raises:
+        CheckpointError: no config, no weights, or a file that is cut or damaged.
+    """
+    config_path = folder / "config.json"
+    if not config_path.is_file():
+        raise CheckpointError(
+            f"{folder} has no config.json; a drafter's folder holds one beside its weights. Name "
+            "that folder."
+        )
+    config = read_json_object(config_path)
+    shapes: dict[str, Shape] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    places: dict[str, Path] = {}
+    for path in _weight_paths(folder):
+        for name, shape, dtype in _describe(path):
+            shapes[name], dtypes[name], places[name] = shape, dtype, path
+    return DrafterFiles(folder, config, shapes, dtypes, places)
+
+
+def _weight_paths(folder: Path) -> list[Path]:
+    usual = any((folder / name).is_file() for name in SINGLE_FILES + INDEX_FILES)
+    if not usual:
+        for name in HEAD_FILES:
+            if (folder / name).is_file():
+                return [folder / name]
+    return list(weight_files(folder))
+
+
+def _describe(path: Path) -> list[tuple[str, Shape, torch.dtype]]:
+    if path.suffix != ".safetensors":
+        tensors = read_torch_file(path)
+        return [(name, tuple(t.shape), t.dtype) for name, t in tensors.items()]
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            found = []
+            for name in file.keys():
+                part = file.get_slice(name)
+                dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
+                found.append((name, tuple(part.get_shape()), dtype))
+            return found
+    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _read_safetensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _damaged(path: Path, error: BaseException) -> CheckpointError:
+    short = str(error).strip().splitlines()[0][:160].rstrip(" .") if str(error) else "unreadable"
+    return CheckpointError(
+        f"{path} is not a whole safetensors file ({short}); it is cut or damaged. Get the file "
+        "again from where it came from."
+    )
+
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
