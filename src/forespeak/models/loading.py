@@ -10,6 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from forespeak.errors import CheckpointError
+from forespeak.formats.carried import foreign_tensors
 from forespeak.formats.gguf_config import hf_values
 from forespeak.formats.gguf_file import GgufFile, iter_gguf_weights, read_gguf
 from forespeak.formats.weights import iter_weights, read_json_object, weight_files
@@ -29,8 +30,9 @@ class Checkpoint:
         config: None for the adapter, which has a config of its own.
         weights: starts a new pass over the weights: HF names, each exactly once, in the shapes of
             ``weight_shapes``, in the dtype they are stored in. ``lm_head.weight`` is left out when
-            the head is tied. Raises CheckpointError when a tensor is missing, unknown or of another
-            shape, or when the file is damaged.
+            the head is tied, tensors of a drafter that the target carries are passed over. Raises
+            CheckpointError when a tensor is missing, unknown or of another shape, or when the file
+            is damaged.
         tokenizer: None when the model comes without one.
         description: name and origin, for people.
     """
@@ -126,15 +128,18 @@ def _differs(source: Source) -> bool:
 def _checked(
     weights: Iterator[tuple[str, Tensor]], config: ModelConfig | None, path: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Pass on the tensors that the config asks for; refuse anything else."""
+    """Pass on the tensors that the config asks for; refuse what is neither one of them nor of a
+    drafter that the target carries."""
     assert config is not None, "the adapter loads its own weights"
     missing = weight_shapes(config)
+    beyond: list[str] = []
     for name, tensor in weights:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # some files store the tied head again; transformers ignores it too
         expected = missing.pop(name, None)
         if expected is None:
-            raise _misfit(path, f"has a tensor {name}, which its config has no place for")
+            beyond.append(name)
+            continue
         if tuple(tensor.shape) != expected:
             raise _misfit(
                 path, f"has {name} of shape {tuple(tensor.shape)}; by its config it is {expected}"
@@ -142,6 +147,8 @@ def _checked(
         if not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             raise _misfit(path, f"has {name} in {tensor.dtype}; float32 to 16-bit are allowed")
         yield name, tensor
+    for name in foreign_tensors(beyond, config.num_layers):
+        raise _misfit(path, f"has a tensor {name}, which its config has no place for")
     if missing:
         raise _misfit(path, f"lacks the tensor {next(iter(missing))}")
 
