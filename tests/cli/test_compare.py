@@ -121,7 +121,11 @@ def test_table_for_people(forespeak: Command, file: str):
         ((), "No prompts were given; name a prompt file with --prompts FILE."),
         (("--prompts", "no/such"), "no/such does not exist"),
         (("--prompts", "FILE", "--methods", "ngram,medusaa"), "'medusaa' is not known"),
-        (("--prompts", "FILE", "--methods", "eagle3"), "'eagle3' is planned"),
+        (
+            ("--prompts", "FILE", "--methods", "eagle3"),
+            "Method eagle3 needs a checkpoint trained for the target",
+        ),
+        (("--prompts", "FILE", "--drafters", "no/such"), "no/such is no folder"),
         (("--prompts", "FILE", "--methods", ","), "names no method"),
         (("--prompts", "FILE", "--limit", "0"), "--limit"),
         (("--prompts", "FILE", "--stride", "0"), "--stride"),

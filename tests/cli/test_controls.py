@@ -12,14 +12,6 @@ from forespeak.sampling import SamplingParams
 from forespeak.types import Completion, RoundStats, TokenLogprob
 from tests.cli.conftest import Command
 
-# Controls that only the library has; the command line gives what issue and README list.
-LIBRARY_ONLY = {
-    "allowed_token_ids",
-    "include_stop_str",
-    "json_object",
-    "logprobs_after_processors",
-}
-
 
 @pytest.fixture
 def params_of(forespeak: Command, llm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -64,6 +56,8 @@ def test_every_control_arrives(params_of: Any, tmp_path: Path):
         "logit_bias": (["--logit-bias", "5=-2.5", "--logit-bias", "6=1"], {5: -2.5, 6: 1.0}),
         "bad_words": (["--bad-words", "one", "--bad-words", "two"], ("one", "two")),
         "stop": (["--stop", "\n", "--stop", "END"], ("\n", "END")),
+        "allowed_token_ids": (["--allowed-token-id", "3", "--allowed-token-id", "8"], (3, 8)),
+        "json_object": (["--json-object"], True),
         "stop_token_ids": (["--stop-token-id", "1", "--stop-token-id", "2"], (1, 2)),
         "ignore_eos": (["--ignore-eos"], True),
         "logprobs": (["--logprobs", "2", "--json"], 2),
@@ -72,9 +66,16 @@ def test_every_control_arrives(params_of: Any, tmp_path: Path):
         "grammar": (["--grammar", str(lark)], 'start: "a"'),
     }
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names == set(given) | LIBRARY_ONLY
+    assert names == {*given, "include_stop_str", "logprobs_after_processors"}
     for name, (arguments, value) in given.items():
         assert params_of(*arguments) == dataclasses.replace(SamplingParams(), **{name: value})  # type: ignore[arg-type]
+
+
+def test_controls_that_need_another_arrive(params_of: Any):
+    params = params_of("--stop", "END", "--include-stop-str")
+    assert params == SamplingParams(stop=("END",), include_stop_str=True)
+    params = params_of("--logprobs", "1", "--logprobs-after-processors", "--json")
+    assert params == SamplingParams(logprobs=1, logprobs_after_processors=True)
 
 
 def test_chat_and_compare_take_them_too(forespeak: Command):

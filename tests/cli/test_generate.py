@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from forespeak.engine.settings import Resolved
 from forespeak.types import SamplingParams, SpeculationConfig
 from tests.cli.conftest import Command
 from tests.cli.fakes import ANSWER
@@ -86,7 +87,7 @@ def test_settings_reach_the_engine(forespeak: Command, llm: Any, monkeypatch: py
 
     monkeypatch.setattr(llm, "__init__", recorded)
     # No method takes all of them; what is refused is the engine's business and tested there.
-    monkeypatch.setattr("forespeak.engine.settings.resolve", lambda config: config)
+    monkeypatch.setattr("forespeak.engine.settings.resolve", lambda config: Resolved(config, ()))
     flags = {
         "method": "ngram",
         "drafter": "truncate:3",
@@ -95,6 +96,9 @@ def test_settings_reach_the_engine(forespeak: Command, llm: Any, monkeypatch: py
         "node_budget": 2,
         "tree_depth": 3,
         "tree_top_k": 4,
+        "tree_shape": "eagle",
+        "confidence_threshold": 0.5,
+        "recursion_state": "raw",
         "lookup_min": 5,
         "lookup_max": 6,
         "draft_sampling": "greedy",
@@ -178,7 +182,7 @@ def test_interrupt_ends_the_program_with_130(forespeak: Command, llm: Any):
     assert "Traceback" not in done.err
 
 
-def test_planned_methods_are_refused_by_name(forespeak: Command):
-    done = forespeak("generate", "x", "--method", "dflash")
+def test_a_method_without_its_drafter_is_refused_before_the_target_is_loaded(forespeak: Command):
+    done = forespeak("generate", "x", "--method", "dflash", "--target", "missing")
     assert done.code == 2
-    assert "Method 'dflash' is planned and not in this version; allowed: autoregressive" in done.err
+    assert "Method dflash needs a checkpoint trained for the target, and none was given" in done.err

@@ -55,7 +55,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "speed-up: median over prompts of tokens/s against plain decoding of the same prompt. "
         "acceptance length: tokens a round yields, bonus included; "
         "acceptance rate: accepted over proposed, bonus not included. "
-        "peak MB: the whole process's, up to that method's last answer."
+        "outside forwards: share of a round in neither drafter nor target: trees, decisions, "
+        "commits. peak MB: the whole process's, up to that method's last answer."
     ]
     for row in rows:
         for difference in row.first_differences:
@@ -83,6 +84,13 @@ def _milliseconds(row: Row) -> str:
     return "+".join(number(part, 1) for part in (row.draft_ms, row.verify_ms, row.other_ms))
 
 
+def _outside(row: Row) -> str:
+    parts = (row.draft_ms, row.verify_ms, row.other_ms)
+    if any(part is None for part in parts):
+        return "-"
+    return f"{100 * (row.other_ms or 0.0) / sum(part or 0.0 for part in parts):.0f} %"
+
+
 @dataclass(frozen=True)
 class _Column:
     heading: str
@@ -100,6 +108,7 @@ _COLUMNS = (
     _Column("acceptance\nlength", lambda row: number(row.acceptance_length, 2)),
     _Column("acceptance\nrate", lambda row: number(row.acceptance_rate, 2)),
     _Column("ms a round:\ndraft+verify+other", _milliseconds, essential=False),
+    _Column("outside\nforwards", _outside, essential=False),
     _Column("exact\nmatch", lambda row: number(row.exact_match, 3)),
     _Column("peak\nMB", lambda row: number(row.peak_memory_mb, 0), essential=False),
 )

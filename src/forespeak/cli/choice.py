@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from forespeak.cli.options import SettingOptions
 from forespeak.drafters.table import METHODS, MethodEntry, settings_of_entry
@@ -70,6 +72,36 @@ def fitting_config(method: str, settings: SettingOptions) -> SpeculationConfig:
     taken = settings_of(method)
     given = {name: value for name, value in vars(settings).items() if name in taken}
     return SettingOptions(**given).config(method)
+
+
+def find_drafters(configs: Sequence[SpeculationConfig], folder: Path) -> list[SpeculationConfig]:
+    """Give each configuration that needs a drafter the one of its method in ``folder``, if any.
+
+    Raises:
+        OptionError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise OptionError(
+            f"{folder} is no folder; --drafters names one that holds a drafter for each method, in "
+            "a subfolder of the method's name."
+        )
+    return [_found(config, folder) for config in configs]
+
+
+def _found(config: SpeculationConfig, folder: Path) -> SpeculationConfig:
+    if config.drafter is not None:
+        return config
+    for entry in check_method(config.method):
+        for name in (entry.name, *entry.reads) if entry.info.trained else ():
+            if (folder / name / "config.json").is_file():
+                return replace(config, drafter=str(folder / name))
+    return config
+
+
+def lacks_checkpoint(config: SpeculationConfig) -> bool:
+    """Whether a method needs a drafter of its own and none is named."""
+    entries = check_method(config.method)
+    return config.drafter is None and any(entry.info.trained for entry in entries)
 
 
 def lacks_drafter(config: SpeculationConfig) -> bool:

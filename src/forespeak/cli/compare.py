@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
@@ -40,6 +41,13 @@ def compare(
             "hand, and the cascade of ngram and the best of them. Plain decoding is always in it.",
         ),
     ] = ALL,
+    drafters: Annotated[
+        Path | None,
+        Option(
+            help="Folder of drafters, each in a subfolder of its method's name; methods that find "
+            "one there take it.",
+        ),
+    ] = None,
     prompts: PromptOptions,
     target: TargetOptions,
     settings: SettingOptions,
@@ -57,8 +65,12 @@ def compare(
     params = sampling_params(sampling, controls)
     names = choice.available() if methods == ALL else choice.split_list(methods)
     configs = choice.configure(names, settings)
+    if methods == ALL:
+        configs = [only_for_any_model(config) for config in configs]
+    if drafters is not None:
+        configs = choice.find_drafters(configs, drafters)
     for config in configs:
-        check(config)
+        check(config, drafter=methods != ALL)
     chosen = prompts.read()
     model = open_target(target)
     if methods == ALL:
@@ -79,16 +91,26 @@ def compare(
     show(rows, model, output)
 
 
+def only_for_any_model(config: SpeculationConfig) -> SpeculationConfig:
+    """With all methods, --drafter means the model of those that take any."""
+    takes_any = choice.DRAFT_MODEL in config.method.split("+")
+    return config if takes_any else replace(config, drafter=None)
+
+
 def open_all(
     model: Target, configs: Sequence[SpeculationConfig], *, raw: bool
 ) -> list[EngineRunner]:
     """The target under every method that can run with what is at hand.
 
     A method that takes any smaller model and was given none takes the target's first layers; where
-    the target cannot be cut, it is left out aloud.
+    the target cannot be cut, it is left out aloud. Methods that need a checkpoint and have none are
+    left out in one sentence.
     """
-    runners = []
+    runners, without = [], []
     for config in configs:
+        if choice.lacks_checkpoint(config) and not choice.lacks_drafter(config):
+            without.append(config.method)
+            continue
         if not choice.lacks_drafter(config):
             runners.append(EngineRunner(open_llm(model, config), raw=raw))
             continue
@@ -97,6 +119,12 @@ def open_all(
             runners.append(EngineRunner(open_llm(model, config), raw=raw))
         except ForespeakError as error:
             consoles.say(f"{config.method} is left out: {error}")
+    if without:
+        consoles.say(
+            f"{', '.join(without)} need a drafter each and are left out; name a folder of them "
+            "with --drafters.",
+            style="dim",
+        )
     return runners
 
 

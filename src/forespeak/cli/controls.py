@@ -96,10 +96,25 @@ class ControlOptions:
         list[str] | None,
         Option(help="A text that may not be written; several times.", rich_help_panel=_CONTROLS),
     ] = None
+    allowed_token_id: Annotated[
+        list[int] | None,
+        Option(
+            help="A token that may be written, no other than those given; several times.",
+            rich_help_panel=_CONTROLS,
+        ),
+    ] = None
     stop: Annotated[
         list[str] | None,
         Option(help="A text that ends the answer; several times.", rich_help_panel=_CONTROLS),
     ] = None
+    include_stop_str: Annotated[
+        bool,
+        Option(
+            "--include-stop-str",
+            help="Leave what ended the answer in the text.",
+            rich_help_panel=_CONTROLS,
+        ),
+    ] = SamplingParams.include_stop_str
     stop_token_id: Annotated[
         list[int] | None,
         Option(help="A token that ends the answer; several times.", rich_help_panel=_CONTROLS),
@@ -116,6 +131,10 @@ class ControlOptions:
         Path | None,
         Option(metavar="FILE", help="JSON schema that the text obeys.", rich_help_panel=_CONTROLS),
     ] = None
+    json_object: Annotated[
+        bool,
+        Option("--json-object", help="The text is some JSON object.", rich_help_panel=_CONTROLS),
+    ] = SamplingParams.json_object
     regex: Annotated[
         str | None,
         Option(help="Regular expression that the text matches.", rich_help_panel=_CONTROLS),
@@ -131,7 +150,11 @@ class ControlOptions:
 
 
 def sampling_params(
-    sampling: SamplingOptions, controls: ControlOptions, *, logprobs: int | None = None
+    sampling: SamplingOptions,
+    controls: ControlOptions,
+    *,
+    logprobs: int | None = None,
+    logprobs_after_processors: bool = False,
 ) -> SamplingParams:
     """The options as the engine takes them.
 
@@ -153,10 +176,16 @@ def sampling_params(
         frequency_penalty=controls.frequency_penalty,
         logit_bias=_biases(controls.logit_bias or []),
         bad_words=tuple(controls.bad_words or ()),
+        allowed_token_ids=(
+            None if controls.allowed_token_id is None else tuple(controls.allowed_token_id)
+        ),
         stop=tuple(controls.stop or ()),
+        include_stop_str=controls.include_stop_str,
         stop_token_ids=tuple(controls.stop_token_id or ()),
         ignore_eos=controls.ignore_eos,
         logprobs=logprobs,
+        logprobs_after_processors=logprobs_after_processors,
+        json_object=controls.json_object,
         json_schema=None if controls.json_schema is None else read_text(controls.json_schema),
         regex=controls.regex,
         grammar=None if controls.grammar is None else read_text(controls.grammar),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.resources import as_file, files
+from pathlib import Path
 from typing import Annotated
 
 from typer import Option
@@ -21,12 +22,18 @@ from forespeak.types import SamplingParams
 def demo(
     *,
     target: TargetOptions,
+    drafters: Annotated[
+        Path | None,
+        Option(help="Folder of drafters, each in a subfolder of its method's name."),
+    ] = None,
     max_new_tokens: Annotated[int, Option(help="Tokens of an answer at most, 1 or more.")] = 96,
     output: OutputOptions,
 ) -> None:
     """Race plain decoding against every method on four prompts; the texts are the same."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
     configs = choice.configure(choice.available(), SettingOptions())
+    if drafters is not None:
+        configs = choice.find_drafters(configs, drafters)
     chosen = prompts()
     model = open_target(target)
     runners = open_all(model, configs, raw=False)

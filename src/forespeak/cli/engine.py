@@ -15,11 +15,17 @@ if TYPE_CHECKING:
     from forespeak.engine.llm import LLM, Target
 
 
-def check(config: SpeculationConfig) -> None:
-    """Refuse settings that a method does not take, before anything is loaded."""
-    from forespeak.engine.settings import resolve  # imports no torch
+def check(config: SpeculationConfig, *, drafter: bool = True) -> None:
+    """Refuse settings that a method does not take, before anything is loaded.
 
-    resolve(config)
+    Args:
+        drafter: refuse a method that needs a drafter and was given none, too.
+    """
+    from forespeak.engine.settings import refuse_missing_drafter, resolve
+
+    resolved = resolve(config)
+    if drafter:
+        refuse_missing_drafter(resolved)
 
 
 def open_target(options: TargetOptions) -> Target:

@@ -38,6 +38,13 @@ def generate(
         int | None,
         Option(help="Give the log-probabilities of each token and of the N best; with --json."),
     ] = SamplingParams.logprobs,
+    logprobs_after_processors: Annotated[
+        bool,
+        Option(
+            "--logprobs-after-processors",
+            help="Log-probabilities after the controls, not those of the model.",
+        ),
+    ] = SamplingParams.logprobs_after_processors,
     target: TargetOptions,
     method: MethodOptions,
     settings: SettingOptions,
@@ -53,7 +60,12 @@ def generate(
         raise OptionError(
             "--logprobs shows in the JSON object only; add --json or leave --logprobs out."
         )
-    params = sampling_params(sampling, controls, logprobs=logprobs)
+    params = sampling_params(
+        sampling,
+        controls,
+        logprobs=logprobs,
+        logprobs_after_processors=logprobs_after_processors,
+    )
     text = prompt_text(prompt, file)
     llm = open_llm(open_target(target), config)
     answer = llm.generate(

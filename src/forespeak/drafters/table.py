@@ -51,6 +51,7 @@ class MethodEntry:
             ``loader.load_drafter``. Empty for plain decoding.
         starts: ``module:function`` that makes a drafter of random weights for a target, for
             ``forespeak init``; empty where there is nothing to train.
+        reads: methods whose checkpoints it reads; its own name where left empty.
         carried: a target's own folder may hold its modules, so that no drafter need be named.
         settings: those it takes besides its builder's, named as in SpeculationConfig.
         defaults: its settings that are not None when left out, named as in SpeculationConfig. What
@@ -67,6 +68,7 @@ class MethodEntry:
     needs: str
     opens: str = ""
     starts: str = ""
+    reads: tuple[str, ...] = ()
     carried: bool = False
     settings: tuple[str, ...] = ()
     defaults: Mapping[str, Setting] = field(default_factory=dict)
@@ -168,6 +170,7 @@ EAGLE2 = MethodEntry(
     info=DrafterInfo(method="eagle2", expansion="forward", needs_hidden=True),
     needs="an EAGLE or EAGLE-3 checkpoint trained for the target",
     opens="forespeak.drafters.eagle:open_either",
+    reads=("eagle3", "eagle"),
     defaults=_PUBLISHED_TREE,
     builders=("dynamic_tree",),
 )
@@ -200,6 +203,7 @@ DDTREE = MethodEntry(
     info=DrafterInfo(method="ddtree", expansion="none"),
     needs="a DFlash or DSpark checkpoint trained for the target",
     opens="forespeak.drafters.dspark:open_either",
+    reads=("dflash", "dspark"),
     defaults={"node_budget": 16},
     builders=("ddtree",),
 )
