@@ -8,12 +8,16 @@ Pickled files are read as data and never as code.
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from forespeak.errors import CheckpointError
@@ -90,6 +94,33 @@ def open_drafter_files(folder: Path) -> DrafterFiles:
         for name, shape, dtype in _describe(path):
             shapes[name], dtypes[name], places[name] = shape, dtype, path
     return DrafterFiles(folder, config, shapes, dtypes, places)
+
+
+def write_drafter_files(
+    folder: Path,
+    config: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
+    *,
+    file_name: str = "model.safetensors",
+) -> None:
+    """Write a drafter so that a reader sees the old files or the new ones, never half of one.
+
+    The config comes last: a folder without it is no drafter yet.
+
+    Args:
+        folder: made where it is missing.
+        config: becomes config.json.
+        tensors: by the names that they get in the file.
+        file_name: of the weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as part:
+        weights, settings = Path(part) / file_name, Path(part) / "config.json"
+        save_file(whole, weights, metadata={"format": "pt"})
+        settings.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        os.replace(weights, folder / file_name)
+        os.replace(settings, folder / "config.json")
 
 
 def _weight_paths(folder: Path) -> list[Path]:
