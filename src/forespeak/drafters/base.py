@@ -81,6 +81,8 @@ class Drafter(ABC):
     def expand(self, frontiers: Sequence[Frontier]) -> DenseLaws:
         """Laws below the given nodes, in the order of frontiers and of nodes within them. D is 1.
 
+        All nodes of a call lie at one depth.
+
         Only where ``info.expansion`` is ``"forward"`` or ``"head"``.
         """
         raise NotImplementedError(f"{self.info.method} gives all its laws in propose")

@@ -14,8 +14,9 @@ pairs of tree nodes, whose states the drafter made up itself, are pending and dr
 is over.
 
 With several modules in a chain, module m takes the states that module m - 1 made of verified text,
-so its pairs lag by one token each; nodes at depth d are run by module d mod M. A module sees the
-committed pairs of its own and those ancestors that it ran itself.
+so its pairs lag by one token each: pair i of module m holds token i + m + 1 and stands one position
+before it. Nodes at depth d are run by module d mod M. A module sees the committed pairs of its own
+and those ancestors of a node that it ran itself (the M-th above it, the 2M-th, ...).
 
 T tokens of a call, H hidden size, F width of features, M modules, Vd draft vocabulary.
 """
@@ -23,15 +24,17 @@ T tokens of a call, H hidden size, F width of features, M modules, Vd draft voca
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from forespeak.drafters.base import Drafter
+from forespeak.drafters.layer_cache import LayerCache
 from forespeak.drafters.pending import PendingNodes
 from forespeak.models.base import Cache
+from forespeak.models.blocks import Attend, Rotation
 from forespeak.types import DenseLaws, DrafterInfo, Frontier, Observation, Segment
 
 _CHUNK = 512  # pairs that go through a module at a time
@@ -57,6 +60,29 @@ class ChainModule(ABC):
         Returns:
             [T, H] outputs.
         """
+
+
+LayersForward = Callable[[Tensor, Tensor, Rotation, Attend], Tensor]
+"""(embedded [T, H], states [T, H], rotation, attend) -> outputs [T, H]."""
+
+
+class LayersModule(ChainModule):
+    """A module whose keys and values a :class:`LayerCache` holds.
+
+    Args:
+        forward: the module's layers.
+        cache: for these layers.
+    """
+
+    def __init__(self, forward: LayersForward, cache: LayerCache) -> None:
+        self._forward, self._layers = forward, cache
+        self.cache = cache.rows
+
+    def run(
+        self, embedded: Tensor, states: Tensor, positions: Tensor, segments: Sequence[Segment]
+    ) -> Tensor:
+        rotation = self._layers.rotation(positions)
+        return self._forward(embedded, states, rotation, self._layers.append(segments, positions))
 
 
 class ChainNetwork(ABC):
@@ -108,12 +134,21 @@ class _Queue:
 
 @dataclass
 class _Row:
-    """Pairs on their way, and the nodes of this round: their depths and the states after them."""
+    """Pairs on their way, and the nodes of this round.
+
+    ``paths`` holds the nodes from the root (0) to each node, both included; ``states`` what the
+    pairs of its children enter with.
+    """
 
     queues: list[_Queue]
     pending: list[PendingNodes]
-    depths: dict[int, int] = field(default_factory=dict)
+    paths: dict[int, tuple[int, ...]] = field(default_factory=dict)
     states: dict[int, Tensor] = field(default_factory=dict)
+
+    def ancestor(self, node: int, above: int) -> int:
+        """The node so many steps above; the root where there are none that far."""
+        path = self.paths[node]
+        return path[-1 - above] if above < len(path) else 0
 
 
 class FeatureChain(Drafter):
@@ -164,7 +199,7 @@ class FeatureChain(Drafter):
             queue.tokens.append(root)
             queue.states.append(queue.last)
             queue.last = None
-            row.depths[0] = 0
+            row.paths[0] = (0,)
         outputs = self._commit(0, rows, _CHUNK + 2)
         ends = torch.cat([output[-1:] for output in outputs])  # [R, H]
         for number, state in zip(rows, self._network.hand_on(ends, 0), strict=True):
@@ -173,18 +208,17 @@ class FeatureChain(Drafter):
 
     @torch.inference_mode()
     def expand(self, frontiers: Sequence[Frontier]) -> DenseLaws:
-        depth = self._note_depths(frontiers)
-        number = depth % len(self._modules)
+        depth, count = self._note_paths(frontiers), len(self._modules)
+        number = depth % count
         for earlier in range(1, number + 1):
-            waiting = [f.row for f in frontiers if self._rows[f.row].queues[earlier].tokens]
-            if waiting:
-                self._commit(earlier, waiting, _CHUNK + 2)
+            self._catch_up(earlier, [frontier.row for frontier in frontiers])
         tokens: list[int] = []
         positions: list[int] = []
         states, segments = [], []
         for frontier in frontiers:
             row = self._rows[frontier.row]
-            mask = row.pending[number].add(frontier.nodes, frontier.parents)
+            above = [row.ancestor(node, count) for node in frontier.nodes]
+            mask = row.pending[number].add(frontier.nodes, above)
             tokens += frontier.tokens
             states += [row.states[parent] for parent in frontier.parents]
             # Of module 0 all verified pairs are committed: the root's stands at their number - 1.
@@ -199,16 +233,21 @@ class FeatureChain(Drafter):
                 at += 1
         return self._laws(outputs, number)
 
-    def _note_depths(self, frontiers: Sequence[Frontier]) -> int:
-        """The depth of the nodes, which all share it."""
-        found = set()
+    def _note_paths(self, frontiers: Sequence[Frontier]) -> int:
+        """Remember where the nodes hang; their depth, which they all share."""
+        lengths = set()
         for frontier in frontiers:
-            depths = self._rows[frontier.row].depths
+            paths = self._rows[frontier.row].paths
             for node, parent in zip(frontier.nodes, frontier.parents, strict=True):
-                depths[node] = depths[parent] + 1
-                found.add(depths[node])
-        assert len(found) == 1, f"nodes of one depth expected, got {sorted(found)}"
-        return found.pop()
+                paths[node] = (*paths[parent], node)
+                lengths.add(len(paths[node]))
+        assert len(lengths) == 1, f"nodes of one depth expected, got {frontiers}"
+        return lengths.pop() - 1
+
+    def _catch_up(self, number: int, rows: Sequence[int]) -> None:
+        """Commit all pairs that wait for a module."""
+        while waiting := [row for row in rows if self._rows[row].queues[number].tokens]:
+            self._commit(number, waiting, _CHUNK)
 
     def _commit(self, number: int, rows: Sequence[int], most: int) -> list[Tensor]:
         """Run up to ``most`` waiting pairs of each row through a module, for good.
@@ -222,8 +261,7 @@ class FeatureChain(Drafter):
         states, segments = [], []
         for index in rows:
             taken, before = self._rows[index].queues[number].take(most)
-            # Pair i of module m holds token i + m + 1 and stands one position before it.
-            start = module.cache.lengths[index] + number
+            start = module.cache.lengths[index] + number  # the cache of module m begins there
             positions += range(start, start + len(taken))
             tokens += taken
             states.append(before)
@@ -262,4 +300,4 @@ class FeatureChain(Drafter):
             if pending.numbers:
                 module.cache.commit(number, [])
                 pending.clear()
-        row.depths, row.states = {}, {}
+        row.paths, row.states = {}, {}

@@ -23,6 +23,7 @@ class LayerCache:
         num_rows: most rows at a time.
         context_length: tokens a row may hold; fixes the frequencies of dynamic RoPE.
         dtype, device: of keys and values.
+        first_position: where the first token of a row stands.
     """
 
     def __init__(
@@ -33,8 +34,9 @@ class LayerCache:
         context_length: int,
         dtype: torch.dtype,
         device: torch.device,
+        first_position: int = 0,
     ) -> None:
-        self._config, self._device = config, device
+        self._config, self._device, self._first = config, device, first_position
         self._rope = RopeTable(config, context_length)
         self._windowed = window_flags(config)
         self.rows = KVCache(
@@ -49,7 +51,8 @@ class LayerCache:
 
     def append(self, segments: Sequence[Segment], positions: Tensor) -> Attend:
         """Make room for new tokens; the function returned attends for each layer in turn."""
-        self.rows.append(segments, positions.tolist())
+        # The cache takes the slot of a committed token for its position when it applies a window.
+        self.rows.append(segments, (positions - self._first).tolist())
         spans = [None, self._config.sliding_window] if self._windowed.any() else [None]
         masks = [
             [dense_mask(self.rows, segment, span, self._device) for segment in segments]

@@ -14,14 +14,19 @@ class PendingNodes:
     """Builder's numbers of the pending tokens of a cache row, and who hangs from whom.
 
     ``numbers[i]`` is the builder's number of pending token i and ``parents[i]`` the pending index
-    of its parent, -1 when the parent is committed text (or in no cache of this module).
+    of the nearest ancestor that is pending here, -1 when only committed text comes before it.
     """
 
     numbers: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
 
     def add(self, numbers: Sequence[int], parents: Sequence[int]) -> Tensor | None:
-        """Append nodes, parents given by the builder's numbers; what they see.
+        """Append nodes; what they see.
+
+        Args:
+            numbers: the builder's.
+            parents: the number of the nearest ancestor of each that goes through this cache; any
+                other number means committed text.
 
         Returns:
             [n, m] bool of n new and m pending tokens, None when that is plain causal.

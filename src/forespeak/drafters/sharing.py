@@ -6,11 +6,14 @@ V target vocabulary, Vd draft vocabulary, H hidden size.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from forespeak.drafters.base import TargetParts
 from forespeak.errors import DrafterError
 from forespeak.formats.drafters import (
+    D2T,
+    T2D,
     DrafterCheckpoint,
     check_fits,
     draft_token_ids,
@@ -19,6 +22,46 @@ from forespeak.formats.drafters import (
 from forespeak.models.decoder import linear
 from forespeak.models.sources import resolve
 from forespeak.types import SpeculationConfig
+
+_ROWS = 8192  # of an embedding that are compared at a time
+
+
+class Embedding:
+    """The target's embedding, or the drafter's own where that is another one.
+
+    Many releases store a copy of the target's. A copy is not kept twice.
+
+    Args:
+        target: whose embedding.
+        own: [V, H] of the drafter's; None takes the target's.
+    """
+
+    def __init__(self, target: TargetParts, own: Tensor | None = None) -> None:
+        self._model, self._dtype = target.model, target.drafting_dtype
+        self._own: Tensor | None = None
+        if own is not None and not self._is_copy(own):
+            self._own = own.to(target.model.device, self._dtype)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is the target's."""
+        return self._own is None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """tokens [...] to [..., H] in the drafting dtype."""
+        if self._own is None:
+            return self._model.embed(tokens).to(self._dtype)
+        return F.embedding(tokens.to(self._own.device), self._own)
+
+    def _is_copy(self, own: Tensor) -> bool:
+        """Equal in 16 bits: a release may be stored in fewer than its target."""
+        if own.shape[1] != self._model.config.hidden_size:
+            return False
+        for rows in torch.arange(own.shape[0]).split(_ROWS):
+            theirs = self._model.embed(rows).cpu().float()
+            if not torch.allclose(own[rows].float(), theirs, rtol=2**-7, atol=1e-6):
+                return False
+        return True
 
 
 class SharedHead:
@@ -66,14 +109,16 @@ Head = SharedHead | OwnHead
 
 
 def map_of(tensors: dict[str, Tensor]) -> Tensor | None:
-    """[Vd] target ids of a checkpoint's draft vocabulary; takes the map out of ``tensors``."""
-    offsets = tensors.pop("d2t", None)
-    tensors.pop("t2d", None)
-    return None if offsets is None else draft_token_ids(offsets)
+    """[Vd] target ids of a checkpoint's draft vocabulary, None when it is the target's; takes the
+    map out of ``tensors``."""
+    offsets = tensors.pop(D2T, None)
+    tensors.pop(T2D, None)
+    # No offset at all is the whole vocabulary: a part of it would have been refused.
+    return None if offsets is None or not bool(offsets.any()) else draft_token_ids(offsets)
 
 
 def open_checkpoint(
-    config: SpeculationConfig, target: TargetParts, family: str
+    config: SpeculationConfig, target: TargetParts, *families: str
 ) -> DrafterCheckpoint:
     """Find and translate the drafter that a user named, and check that it is for this target.
 
@@ -81,7 +126,7 @@ def open_checkpoint(
         config: ``drafter`` names it; None looks in the target's own folder, where some methods'
             modules lie.
         target: what it must fit.
-        family: module of the method's dialects, such as ``forespeak.formats.medusa``.
+        families: modules of the method's dialects, such as ``forespeak.formats.medusa``.
 
     Raises:
         ModelError: no such folder.
@@ -97,7 +142,7 @@ def open_checkpoint(
             f"Method {config.method} needs a checkpoint, and the target comes from no folder that "
             "could carry one; name a folder with --drafter."
         )
-    checkpoint = read_drafter(folder, modules=[family])
+    checkpoint = read_drafter(folder, modules=families)
     model = target.model.config
     check_fits(
         checkpoint, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
