@@ -45,18 +45,18 @@ class TransformersModel(TargetModel):
     def __init__(self, language_model: Any, config: ModelConfig, rules: MaskRules) -> None:
         self.config = config
         self.language_model = language_model
-        self._rules = rules
+        self.rules = rules
         self._embedding: nn.Module = language_model.get_input_embeddings()
         weight: Any = self._embedding.weight
         self.device: torch.device = weight.device
         self.dtype: torch.dtype = weight.dtype
         self.dtype_name = str(self.dtype).removeprefix("torch.")
-        self._decoder = _decoder_of(language_model)
+        self.decoder = _decoder_of(language_model)
         # Named past_key_values in earlier releases of transformers 5.
-        takes = inspect.signature(self._decoder.forward).parameters
-        self._cache_argument = "cache" if "cache" in takes else "past_key_values"
-        self._head = _head_only(language_model, self._decoder)
-        self._layers = _decoder_layers(self._decoder, config.num_layers)
+        takes = inspect.signature(self.decoder.forward).parameters
+        self.cache_argument = "cache" if "cache" in takes else "past_key_values"
+        self._head = _head_only(language_model, self.decoder)
+        self._layers = _decoder_layers(self.decoder, config.num_layers)
 
     def new_cache(self, num_rows: int, capacity: int) -> TransformersCache:
         return TransformersCache(num_rows, capacity)
@@ -67,7 +67,7 @@ class TransformersModel(TargetModel):
 
     def norm(self, states: Tensor) -> Tensor:
         for name in _FINAL_NORMS:
-            norm = getattr(self._decoder, name, None)
+            norm = getattr(self.decoder, name, None)
             if isinstance(norm, nn.Module):
                 normed: Tensor = norm(states.to(device=self.device, dtype=self.dtype))
                 return normed
@@ -129,7 +129,7 @@ class TransformersModel(TargetModel):
     ) -> tuple[Tensor, Tensor]:
         """Hidden states [n, H] and tapped outputs [n, K, H] of one row's new tokens."""
         cache.append(segment, positions.tolist())
-        mask = segment_masks(self._rules, cache, segment, self.dtype, self.device)
+        mask = segment_masks(self.rules, cache, segment, self.dtype, self.device)
         with self._tapped(taps) as seen:
             hidden = self._decode(tokens, positions, cache.rows[segment.row], mask)
         outputs = [_flat(seen[index]) for index in taps]
@@ -142,10 +142,10 @@ class TransformersModel(TargetModel):
             "input_ids": tokens[None].to(self.device),
             "position_ids": positions[None].to(self.device),
             "attention_mask": mask,
-            self._cache_argument: row_cache,
+            self.cache_argument: row_cache,
             "use_cache": True,
         }
-        hidden: Tensor = self._decoder(**call).last_hidden_state  # [1, n, H]
+        hidden: Tensor = self.decoder(**call).last_hidden_state  # [1, n, H]
         return hidden[0]
 
     @contextmanager

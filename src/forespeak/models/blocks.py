@@ -9,7 +9,7 @@ Letters as in ``types.py``, and G query heads, kv key-value heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -147,20 +147,35 @@ def load_parameters(module: nn.Module, tensors: Mapping[str, Tensor], origin: st
         CheckpointError: a tensor is missing, unknown, of another shape, or not finite.
     """
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    missing, unknown = sorted(own.keys() - tensors.keys()), sorted(tensors.keys() - own.keys())
+    check_parameters({name: tensor.shape for name, tensor in own.items()}, tensors, origin)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+
+
+def check_parameters(
+    shapes: Mapping[str, Sequence[int]], tensors: Mapping[str, Tensor], origin: str
+) -> None:
+    """Refuse tensors that are not just those of a module.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown, of another shape, or not finite.
+    """
+    missing, unknown = (
+        sorted(shapes.keys() - tensors.keys()),
+        sorted(tensors.keys() - shapes.keys()),
+    )
     if missing or unknown:
         what = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which has no place"
         raise CheckpointError(f"{origin} {what}; get the drafter again from where it came from.")
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            if tuple(own[name].shape) != tuple(tensor.shape):
-                raise CheckpointError(
-                    f"{origin} has {name} of shape {tuple(tensor.shape)}; expected is "
-                    f"{tuple(own[name].shape)}. Get the drafter again from where it came from."
-                )
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-                raise CheckpointError(
-                    f"{origin} has a value in {name} that is not finite. Get the drafter again "
-                    "from where it came from."
-                )
-            own[name].copy_(tensor)
+    for name, tensor in tensors.items():
+        if tuple(shapes[name]) != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{origin} has {name} of shape {tuple(tensor.shape)}; expected is "
+                f"{tuple(shapes[name])}. Get the drafter again from where it came from."
+            )
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(
+                f"{origin} has a value in {name} that is not finite. Get the drafter again "
+                "from where it came from."
+            )

@@ -8,8 +8,10 @@ from typing import Any, TypeGuard
 
 from forespeak.errors import CheckpointError
 
-OUR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+OUR_FAMILIES = ("llama", "mimo", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` that our own decoder runs; the adapter takes the others."""
+
+_SAME_RULES = {"mimo": "qwen2"}  # families whose config has another's fields and defaults
 
 ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 """Rotary embedding kinds that ``rope.rope_frequencies`` knows."""
@@ -20,7 +22,7 @@ _MOST_LAYERS = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense decoder of the Llama, Qwen2, Qwen3 or Mistral family.
+    """A dense decoder of the Llama, Qwen2, Qwen3, MiMo or Mistral family.
 
     Attributes:
         model_type: HF ``model_type``.
@@ -70,10 +72,11 @@ class ModelConfig:
                 decoder does not have.
         """
         reader = _Fields(values, origin)
-        family = reader.text("model_type")
-        if family not in OUR_FAMILIES:
+        name = reader.text("model_type")
+        family = _SAME_RULES.get(name, name)
+        if name not in OUR_FAMILIES:
             raise reader.error(
-                f"model_type is {family!r}; the built-in decoder runs {', '.join(OUR_FAMILIES)}. "
+                f"model_type is {name!r}; the built-in decoder runs {', '.join(OUR_FAMILIES)}. "
                 "Other architectures run through transformers from a folder or a Hub id."
             )
         _refuse_what_we_lack(reader)
@@ -86,7 +89,7 @@ class ModelConfig:
             family in ("llama", "qwen3") and reader.switch("attention_bias", default=False)
         )
         return cls(
-            model_type=family,
+            model_type=name,
             vocab_size=reader.count("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=reader.count("intermediate_size"),
