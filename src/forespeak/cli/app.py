@@ -16,6 +16,8 @@ from forespeak.cli.compare import compare
 from forespeak.cli.demo import demo
 from forespeak.cli.generate import generate
 from forespeak.cli.groups import takes_groups
+from forespeak.cli.init import init
+from forespeak.cli.inspect import inspect
 from forespeak.cli.methods import methods
 from forespeak.cli.models import models
 from forespeak.errors import ForespeakError
@@ -36,7 +38,7 @@ def build() -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback()(_root)
-    for command in (generate, chat, compare, demo, methods):
+    for command in (generate, chat, compare, demo, methods, init, inspect):
         app.command()(takes_groups(command))
     app.add_typer(models(), name="models")
     return app
@@ -91,7 +93,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _help_hint(arguments: Sequence[str]) -> str:
-    names = ("generate", "chat", "compare", "demo", "methods", "models")
+    names = ("generate", "chat", "compare", "demo", "methods", "init", "inspect", "models")
     command = next((argument for argument in arguments if argument in names), None)
     return f"See `forespeak {command} --help`." if command else "See `forespeak --help`."
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forespeak.errors import CheckpointError, DrafterError
 from forespeak.formats.drafter_files import DrafterFiles, Shape, open_drafter_files
+from forespeak.models.config import ModelConfig
 
 D2T, T2D = "d2t", "t2d"
 """A reduced draft vocabulary: target id of draft id i is i + d2t[i]; t2d marks the members."""
@@ -44,6 +45,20 @@ class FamilyConfig(Protocol):
     @property
     def max_positions(self) -> int | None:
         """Tokens of context that it can serve, None for any number."""
+
+    @property
+    def context_values(self) -> int:
+        """Numbers that its caches keep for each token of context."""
+
+    def facts(self) -> dict[str, str]:
+        """Sizes and conventions for people, such as ``{"draft tokens a round": "up to 7"}``."""
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Refuse a target that lacks what the drafter reads, such as a tapped layer.
+
+        Raises:
+            DrafterError: saying what.
+        """
 
 
 @dataclass(frozen=True)
@@ -115,7 +130,10 @@ class Dialect:
     read: Callable[[DrafterFiles], DrafterCheckpoint]
 
 
-# Method -> the module of its family, which has DIALECTS: tuple[Dialect, ...]. Loaded when needed.
+# Method -> the module of its family, loaded when needed. A family has
+#   DIALECTS: tuple[Dialect, ...]
+#   CONFIGS: Mapping[str, type], the config class of each method that can be started from nothing
+#   write(folder, config, tensors), in its canonical dialect
 FAMILIES: dict[str, str] = {
     "medusa": "forespeak.formats.medusa",
     "mtp_parallel": "forespeak.formats.mtp_parallel",

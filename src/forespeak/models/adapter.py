@@ -26,6 +26,7 @@ from forespeak.models.adapter_check import check_tree_forward
 from forespeak.models.adapter_config import context_limit, model_config, pin_rope, stated
 from forespeak.models.adapter_masks import CHUNKED, KINDS, SLIDING, MaskRules
 from forespeak.models.adapter_model import TransformersModel
+from forespeak.models.config import ModelConfig
 
 __all__ = ["TransformersModel", "load_adapter"]
 
@@ -78,6 +79,19 @@ def load_adapter(
         if self_test:
             check_tree_forward(model, str(path))
     return model
+
+
+def read_adapter_config(path: Path) -> ModelConfig:
+    """Sizes of a model that transformers must load, without its weights.
+
+    Raises:
+        ModelError: the architecture is unknown or not causal.
+        CheckpointError: the config is damaged.
+    """
+    with _quiet():
+        config, _ = _known_architecture(path)
+        text = config.get_text_config(decoder=True)
+        return model_config(text, transformers.GenerationConfig(), context_limit(text, None))
 
 
 def _check_dtype(dtype: str) -> None:
