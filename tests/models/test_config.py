@@ -110,7 +110,7 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "gemma2"}, "runs llama, mistral, qwen2, qwen3"),
+        ({"model_type": "gemma2"}, "runs llama, mimo, mistral, qwen2, qwen3"),
         ({"model_type": None}, "model_type is None; it must be a name"),
         ({"hidden_size": None}, "hidden_size is None; it must be a whole number"),
         ({"hidden_size": "8"}, "hidden_size is '8'"),
