@@ -1,0 +1,89 @@
+"""Sizes of Medusa heads, and the tensors that they have inside here.
+
+K heads of B residual blocks, hidden size H, vocabulary V, draft vocabulary Vd (V when whole)::
+
+    heads.{k}.blocks.{b}.weight [H, H]   .bias [H]
+    heads.{k}.output.weight [Vd, H]      output "own"
+    output.weight [Vd, H]                output "shared"; with "target" there is none
+    d2t [Vd]                             reduced draft vocabulary only
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from forespeak.errors import CheckpointError
+from forespeak.formats.drafter_files import Shape
+from forespeak.formats.drafters import D2T
+from forespeak.models.config import ModelConfig
+
+OUTPUTS = ("own", "shared", "target")
+"""What makes a head's logits: a matrix of its own, one for all heads, or the target's head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """Sizes of Medusa heads.
+
+    Attributes:
+        hidden_size: H of the target.
+        vocab_size: V of the target; None where the checkpoint does not say.
+        num_heads: K, draft tokens of a round.
+        num_blocks: B, residual blocks of a head.
+        bias: the blocks have a bias, as in the official code; in the paper they have none.
+        output: one of ``OUTPUTS``.
+        draft_vocab_size: Vd of a reduced draft vocabulary, None for the whole.
+    """
+
+    hidden_size: int
+    vocab_size: int | None
+    num_heads: int = 4
+    num_blocks: int = 1
+    bias: bool = True
+    output: str = "target"
+    draft_vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.output not in OUTPUTS:
+            raise CheckpointError(
+                f"output of Medusa heads is {self.output!r}; allowed: {', '.join(OUTPUTS)}. "
+                "Choose one of these."
+            )
+
+    @property
+    def max_positions(self) -> int | None:
+        """The heads know no positions."""
+        return None
+
+    @property
+    def output_size(self) -> int:
+        """Vd: rows of a matrix of logits."""
+        size = self.draft_vocab_size or self.vocab_size
+        assert size is not None, "heads with matrices of their own say how many rows they have"
+        return size
+
+    @classmethod
+    def for_target(cls, target: ModelConfig) -> MedusaConfig:
+        """Four heads of one block that share the target's head: K * H * (H + 1) weights."""
+        return cls(hidden_size=target.hidden_size, vocab_size=target.vocab_size)
+
+
+def tensor_shapes(config: MedusaConfig) -> dict[str, Shape]:
+    """Internal names and shapes of all parameters."""
+    hidden, shapes = config.hidden_size, dict[str, Shape]()
+    for head in range(config.num_heads):
+        for block in range(config.num_blocks):
+            shapes[f"heads.{head}.blocks.{block}.weight"] = (hidden, hidden)
+            if config.bias:
+                shapes[f"heads.{head}.blocks.{block}.bias"] = (hidden,)
+        if config.output == "own":
+            shapes[f"heads.{head}.output.weight"] = (config.output_size, hidden)
+    if config.output == "shared":
+        shapes["output.weight"] = (config.output_size, hidden)
+    return shapes
+
+
+def stored_shapes(config: MedusaConfig) -> dict[str, Shape]:
+    """All that a checkpoint holds: the parameters, and the draft vocabulary where it is reduced."""
+    size = config.draft_vocab_size
+    return tensor_shapes(config) | ({} if size is None else {D2T: (size,)})
