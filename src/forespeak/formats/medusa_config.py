@@ -86,4 +86,4 @@ def tensor_shapes(config: MedusaConfig) -> dict[str, Shape]:
 def stored_shapes(config: MedusaConfig) -> dict[str, Shape]:
     """All that a checkpoint holds: the parameters, and the draft vocabulary where it is reduced."""
     size = config.draft_vocab_size
-    return tensor_shapes(config) | ({} if size is None else {D2T: (size,)})
+    return ({} if size is None else {D2T: (size,)}) | tensor_shapes(config)
