@@ -139,7 +139,8 @@ class TableModel(TargetModel):
             found += [(segment.row, start + index) for index in range(segment.num_tokens)]
             at = end
         asked = range(len(ids)) if logits_at is None else logits_at.tolist()
-        logits = torch.stack([self.law_row(cache.text(*found[index])) for index in asked])
+        rows = [self.law_row(cache.text(*found[index])) for index in asked]
+        logits = torch.stack(rows) if rows else torch.empty((0, self.config.vocab_size))
         return TargetOutput(logits, torch.zeros(len(ids), 1))
 
     def truncated(self, num_layers: int) -> TargetModel:

@@ -104,7 +104,7 @@ class Decoding:
         if self._text.end is None:
             self._observe([plan.tree.tokens[node] for node in verdict.path], output, path)
             self._root = verdict.bonus
-        self._count(plan, verdict, block.num_kept)
+        count_round(self.stats, plan, verdict, block.num_kept)
         round_s = time.perf_counter() - begun
         drafter_s = self._drafter_s - drafter_s
         self.stats.draft_s += drafter_s
@@ -149,12 +149,12 @@ class Decoding:
         taps = None if output.taps is None else output.taps[places]
         self._proposer.observe([Observation(self._row, tuple(tokens), output.hidden[places], taps)])
 
-    def _count(self, plan: Plan, verdict: Verdict, num_kept: int) -> None:
-        """Every count is of what the user gets: tokens after the end of the text are not in it."""
-        stats = self.stats
-        stats.num_rounds += 1
-        stats.num_tokens += num_kept
-        stats.num_drafted += plan.verified.num_drafted
-        stats.num_forbidden += plan.num_forbidden
-        stats.num_accepted += min(verdict.num_accepted, num_kept)
-        stats.round_lengths.append(num_kept)
+
+def count_round(stats: RoundStats, plan: Plan, verdict: Verdict, num_kept: int) -> None:
+    """Add a round. Every count is of what the user gets: tokens after the end are not in it."""
+    stats.num_rounds += 1
+    stats.num_tokens += num_kept
+    stats.num_drafted += plan.verified.num_drafted
+    stats.num_forbidden += plan.num_forbidden
+    stats.num_accepted += min(verdict.num_accepted, num_kept)
+    stats.round_lengths.append(num_kept)
