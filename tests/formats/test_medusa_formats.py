@@ -114,9 +114,9 @@ def test_blocks_that_are_one_module_several_times(tmp_path: Path, name: str, has
 
     torch.manual_seed(0)
     heads = nn.ModuleList(nn.Sequential(*([Block()] * 2)) for _ in range(K))
-    for head in heads if has_output else ():
-        assert isinstance(head, nn.Sequential)
-        head.append(nn.Linear(H, V, bias=False))
+    for module in heads if has_output else ():
+        assert isinstance(module, nn.Sequential)
+        module.append(nn.Linear(H, V, bias=False))
     values = {"medusa_num_heads": K, "medusa_num_layers": 2}
     if name.endswith(".pt"):
         save(tmp_path, values, heads.state_dict(), name)

@@ -17,6 +17,7 @@ from forespeak.formats.drafters import (
     DrafterCheckpoint,
     check_fits,
     draft_token_ids,
+    is_known_drafter,
     read_drafter,
 )
 from forespeak.models.decoder import linear
@@ -132,7 +133,7 @@ def open_checkpoint(
     Raises:
         ModelError: no such folder.
         CheckpointError: damaged, or of a layout that the method does not know.
-        DrafterError: it is for another target.
+        DrafterError: it is for another target, or none was named and the target carries none.
     """
     if config.drafter is not None:
         folder = resolve(config.drafter).path
@@ -142,6 +143,11 @@ def open_checkpoint(
         raise DrafterError(
             f"Method {config.method} needs a checkpoint, and the target comes from no folder that "
             "could carry one; name a folder with --drafter."
+        )
+    if config.drafter is None and not is_known_drafter(folder, modules=families):
+        raise DrafterError(
+            f"Method {config.method} was given no drafter, and the target {folder} carries none of "
+            "its modules; name a folder with --drafter, or take a target that carries them."
         )
     checkpoint = read_drafter(folder, modules=families)
     model = target.model.config

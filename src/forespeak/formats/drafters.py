@@ -178,6 +178,19 @@ def read_drafter(folder: Path, *, modules: Sequence[str] | None = None) -> Draft
     )
 
 
+def is_known_drafter(folder: Path, *, modules: Sequence[str] | None = None) -> bool:
+    """Whether some layout recognises a folder.
+
+    Args:
+        folder, modules: see :func:`read_drafter`.
+
+    Raises:
+        CheckpointError: its files are missing or damaged.
+    """
+    files = open_drafter_files(folder)
+    return any(dialect.recognises(files) for dialect in dialects(modules))
+
+
 def match_tensors(
     files: DrafterFiles,
     names: Mapping[str, str],
