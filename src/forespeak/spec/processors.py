@@ -29,6 +29,7 @@ from torch import Tensor
 
 from forespeak.errors import OptionError
 from forespeak.sampling import SamplingParams
+from forespeak.spec.best import best_tokens
 from forespeak.spec.processors_counts import PenaltyCounts
 from forespeak.spec.processors_filters import (
     NEGATIVE_INFINITY,
@@ -153,7 +154,7 @@ class LogitsPipeline:
 
     def best(self, processed: Tensor) -> Tensor:
         """The best token of each row [N] of what ``apply`` returned; of equals the lowest id."""
-        return processed.argmax(-1)
+        return best_tokens(processed)
 
     def _shift(
         self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forespeak.errors import OptionError
 from forespeak.spec import tree
+from forespeak.spec.best import best_tokens
 from forespeak.spec.builders.source import DraftNode, DraftProcess, Expand, LawSource
 from forespeak.spec.tree import CandidateTree
 from forespeak.spec.uniforms import Uniforms
@@ -94,7 +95,7 @@ class _Least:
 def _best_of_all_depths(
     roots: Sequence[int], logits: Tensor, token_ids: Tensor | None, allowed: Sequence[int]
 ) -> list[CandidateTree]:
-    best = logits.argmax(-1)  # [R, D]
+    best = best_tokens(logits)  # [R, D]
     tokens = (best if token_ids is None else token_ids[best]).tolist()
     return [
         tree.chain(root, row[: max(length, 0)])
@@ -107,7 +108,7 @@ def _grow_greedy(source: LawSource, allowed: Sequence[int], least: _Least) -> li
     active = [node for node in ends if allowed[node.slot] > 0]
     while active:
         logits = source.logits(active)  # [F, V or Vd]
-        best = logits.argmax(-1)
+        best = best_tokens(logits)
         token_ids = source.token_ids
         tokens = (best if token_ids is None else token_ids[best]).tolist()
         enough = None if least.is_nothing else least.met(source, active, logits)

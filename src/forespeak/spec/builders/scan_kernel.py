@@ -209,3 +209,24 @@ def scan_rows(logits: Floats, values: Floats, tokens: Ints, log_sums: Doubles) -
         _sort_best_first(values[row], tokens[row])
         if summing:
             log_sums[row] = np.float64(high) + np.log(total) if total > 0 else -np.inf
+
+
+@kernel(nogil=True)
+def best_of_rows(logits: Floats, tokens: Ints) -> None:
+    """Index of the largest value of each row [N, V], of equals the lowest; [N] written."""
+    lanes = np.empty(_LANES, np.float32)
+    for row in range(logits.shape[0]):
+        high, place = np.float32(-np.inf), 0
+        for first in range(0, logits.shape[1], _BLOCK):
+            block = logits[row, first : first + _BLOCK]
+            _lane_maxima(block, lanes)
+            best = np.float32(-np.inf)
+            for lane in range(_LANES):
+                best = max(best, lanes[lane])
+            if best > high:
+                high, place = best, first
+        tokens[row] = 0
+        for at in range(place, min(place + _BLOCK, logits.shape[1])):
+            if logits[row, at] == high:
+                tokens[row] = at
+                break
