@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from forespeak.drafters.base import Drafter, TargetParts
 from forespeak.drafters.sharing import Head, OwnHead, SharedHead, map_of, open_checkpoint
 from forespeak.drafters.table import MEDUSA
-from forespeak.formats.drafters import D2T
-from forespeak.formats.medusa import MedusaConfig, stored_shapes
+from forespeak.formats.medusa import MedusaConfig, tensor_shapes
 from forespeak.models.blocks import Linear, blank, load_parameters
 from forespeak.types import DenseLaws, Observation, SpeculationConfig
 
@@ -157,16 +156,11 @@ def random_drafter(config: MedusaConfig, generator: torch.Generator) -> dict[str
     """Tensors of a fresh drafter: near the identity, biases zero.
 
     W is small and not zero as in the paper, because heads that are all the target's head draft one
-    token again and again. A reduced draft vocabulary is spread evenly over the ids, to be replaced
-    by that of the tokens that the target writes.
+    token again and again.
     """
     tensors: dict[str, Tensor] = {}
-    for name, shape in stored_shapes(config).items():
-        if name == D2T:
-            assert config.vocab_size is not None
-            places = torch.arange(shape[0])
-            tensors[name] = places * config.vocab_size // shape[0] - places
-        elif name.endswith(".bias"):
+    for name, shape in tensor_shapes(config).items():
+        if name.endswith(".bias"):
             tensors[name] = torch.zeros(shape)
         else:
             deviation = config.hidden_size**-0.5

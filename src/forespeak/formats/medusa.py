@@ -31,7 +31,9 @@ from forespeak.formats.drafters import Dialect, DrafterCheckpoint, match_tensors
 from forespeak.formats.fields import refuse_other_fields, whole_number
 from forespeak.formats.medusa_config import MedusaConfig, stored_shapes, tensor_shapes
 
-__all__ = ["DIALECTS", "MedusaConfig", "stored_shapes", "tensor_shapes", "write"]
+__all__ = ["CONFIGS", "DIALECTS", "MedusaConfig", "stored_shapes", "tensor_shapes", "write"]
+
+CONFIGS = {"medusa": MedusaConfig}
 
 _FILE = "medusa_lm_head.safetensors"
 _CARRIED = "medusa_head."

@@ -56,6 +56,31 @@ class MedusaConfig:
         return None
 
     @property
+    def context_values(self) -> int:
+        """The heads keep no cache."""
+        return 0
+
+    def facts(self) -> dict[str, str]:
+        """For people."""
+        outputs = {
+            "own": "a matrix of each head",
+            "shared": "one matrix of all heads",
+            "target": "the target's head",
+        }
+        facts = {
+            "draft tokens a round": f"up to {self.num_heads}",
+            "residual blocks a head": str(self.num_blocks),
+            "logits": outputs[self.output],
+            "reads": "the target's last hidden state, after the final norm",
+        }
+        if self.draft_vocab_size is not None:
+            facts["draft vocabulary"] = f"{self.draft_vocab_size} tokens"
+        return facts
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Every target has what the heads read."""
+
+    @property
     def output_size(self) -> int:
         """Vd: rows of a matrix of logits."""
         size = self.draft_vocab_size or self.vocab_size
