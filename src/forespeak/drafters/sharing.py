@@ -5,12 +5,14 @@ V target vocabulary, Vd draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from forespeak.drafters.base import TargetParts
-from forespeak.errors import DrafterError
+from forespeak.errors import DrafterError, ModelError
 from forespeak.formats.drafters import (
     D2T,
     T2D,
@@ -20,11 +22,12 @@ from forespeak.formats.drafters import (
     is_known_drafter,
     read_drafter,
 )
+from forespeak.models.base import TargetModel
 from forespeak.models.decoder import linear
 from forespeak.models.sources import resolve
 from forespeak.types import SpeculationConfig
 
-_ROWS = 8192  # of an embedding that are compared at a time
+_ROWS = 8192  # of an embedding or head that are compared at a time
 
 
 class Embedding:
@@ -40,7 +43,7 @@ class Embedding:
     def __init__(self, target: TargetParts, own: Tensor | None = None) -> None:
         self._model, self._dtype = target.model, target.drafting_dtype
         self._own: Tensor | None = None
-        if own is not None and not self._is_copy(own):
+        if own is not None and not _is_copy(own, self._model.embed):
             self._own = own.to(target.model.device, self._dtype)
 
     @property
@@ -53,17 +56,6 @@ class Embedding:
         if self._own is None:
             return self._model.embed(tokens).to(self._dtype)
         return F.embedding(tokens.to(self._own.device), self._own)
-
-    def _is_copy(self, own: Tensor) -> bool:
-        """Equal in 16 bits: a release may be stored in fewer than its target."""
-        if own.shape[1] != self._model.config.hidden_size:
-            return False
-        for start in range(0, own.shape[0], _ROWS):
-            rows = torch.arange(start, min(start + _ROWS, own.shape[0]))
-            theirs = self._model.embed(rows).cpu().float()
-            if not torch.allclose(own[rows].float(), theirs, rtol=2**-7, atol=1e-6):
-                return False
-        return True
 
 
 class SharedHead:
@@ -108,6 +100,70 @@ class OwnHead:
 
 
 Head = SharedHead | OwnHead
+
+
+def shared_or_own_head(target: TargetParts, own: Tensor | None, token_ids: Tensor | None) -> Head:
+    """The target's head where the drafter has none or a copy of it, else the drafter's.
+
+    Args:
+        target: whose head.
+        own: [Vd, H] of the drafter's; None takes the target's.
+        token_ids: [Vd] target ids, None when Vd is the target's vocabulary.
+    """
+    if own is None or _is_copy_of_head(target.model, own, token_ids):
+        return SharedHead(target, token_ids)
+    return OwnHead(own.to(target.model.device, target.drafting_dtype), token_ids)
+
+
+def _is_copy_of_head(model: TargetModel, own: Tensor, token_ids: Tensor | None) -> bool:
+    """Equal in what the target keeps of its head: 8 bits of a row's largest value, or 16."""
+    if own.shape[1] != model.config.hidden_size:
+        return False
+    if token_ids is None and own.shape[0] != model.config.vocab_size:
+        return False
+    step = 1 / 127 if model.dtype_name == "int8" else 2**-8
+    for start in range(0, own.shape[0], _ROWS):
+        part = own[start : start + _ROWS].float()
+        rows = torch.arange(start, start + len(part)) if token_ids is None else token_ids
+        try:
+            theirs = model.head_rows(rows if token_ids is None else rows[start : start + _ROWS])
+        except ModelError:  # a head that is no plain product has no rows to compare
+            return False
+        allowed = part.abs().amax(1, keepdim=True) * step
+        if bool(((theirs.cpu().float() - part).abs() > allowed).any()):
+            return False
+    return True
+
+
+def pick_head(target: TargetParts, own: Tensor | None, token_ids: Tensor | None = None) -> Head:
+    """The target's head, or the drafter's own where that is another one.
+
+    Args:
+        target: whose head.
+        own: [V, H] stored with the drafter; None takes the target's.
+        token_ids: [Vd] the part of the vocabulary to draft over, None for all of it.
+    """
+    if own is None or _is_copy(own, target.model.head_rows):
+        return SharedHead(target, token_ids)
+    weight = own if token_ids is None else own[token_ids]
+    return OwnHead(weight.to(target.model.device, target.drafting_dtype), token_ids)
+
+
+def _is_copy(own: Tensor, theirs: Callable[[Tensor], Tensor]) -> bool:
+    """Equal in 16 bits: a release may be stored in fewer than its target.
+
+    Args:
+        own: [V, H].
+        theirs: the target's rows [n, H] of tokens [n].
+    """
+    for start in range(0, own.shape[0], _ROWS):
+        tokens = torch.arange(start, min(start + _ROWS, own.shape[0]))
+        rows = theirs(tokens).cpu().float()
+        if own.shape[1] != rows.shape[1]:
+            return False
+        if not torch.allclose(own[tokens].float(), rows, rtol=2**-7, atol=1e-6):
+            return False
+    return True
 
 
 def map_of(tensors: dict[str, Tensor]) -> Tensor | None:

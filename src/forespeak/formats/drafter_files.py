@@ -32,6 +32,9 @@ from forespeak.formats.weights import (
 HEAD_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 """Names that releases of heads alone use instead of the usual ones."""
 
+EXPORTED = "nextn_layer_parameters.safetensors"
+"""SGLang's export of prediction modules; the index of the whole model is copied beside it."""
+
 Shape = tuple[int, ...]
 
 
@@ -124,6 +127,8 @@ def write_drafter_files(
 
 
 def _weight_paths(folder: Path) -> list[Path]:
+    if (folder / EXPORTED).is_file():
+        return [folder / EXPORTED]
     usual = any((folder / name).is_file() for name in SINGLE_FILES + INDEX_FILES)
     if not usual:
         for name in HEAD_FILES:

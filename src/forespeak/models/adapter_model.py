@@ -40,6 +40,11 @@ class TransformersModel(TargetModel):
         language_model: an ``...ForCausalLM`` (or a composite that holds one) in evaluation mode.
         config: what the rest of the package reads of it.
         rules: what its layers may see.
+
+    Attributes:
+        decoder: the part between input tokens and head. ``layers``: its layers in order; empty when
+            they could not be told apart.
+        cache_argument: what its layers call the cache.
     """
 
     def __init__(self, language_model: Any, config: ModelConfig, rules: MaskRules) -> None:
@@ -56,7 +61,7 @@ class TransformersModel(TargetModel):
         takes = inspect.signature(self.decoder.forward).parameters
         self.cache_argument = "cache" if "cache" in takes else "past_key_values"
         self._head = _head_only(language_model, self.decoder)
-        self._layers = _decoder_layers(self.decoder, config.num_layers)
+        self.layers = _decoder_layers(self.decoder, config.num_layers)
 
     def new_cache(self, num_rows: int, capacity: int) -> TransformersCache:
         return TransformersCache(num_rows, capacity)
@@ -152,13 +157,13 @@ class TransformersModel(TargetModel):
     def _tapped(self, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
         """Collects the outputs of some decoder layers; the hooks are gone when it ends."""
         seen: dict[int, Tensor] = {}
-        if taps and not self._layers:
+        if taps and not self.layers:
             raise ModelError(
                 f"The layers of a {self.config.model_type} model could not be told apart, so none "
                 "can be read; choose a method that reads no layers (forespeak methods)."
             )
         handles = [
-            self._layers[index].register_forward_hook(_keep_output(seen, index)) for index in taps
+            self.layers[index].register_forward_hook(_keep_output(seen, index)) for index in taps
         ]
         try:
             yield seen
