@@ -13,7 +13,7 @@ from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from forespeak.drafters.medusa import random_drafter
-from forespeak.errors import CheckpointError
+from forespeak.errors import CheckpointError, OptionError
 from forespeak.formats.drafters import DrafterCheckpoint, read_drafter
 from forespeak.formats.medusa import MedusaConfig, stored_shapes, tensor_shapes, write
 from tests.tiny import tiny_config
@@ -315,6 +315,10 @@ def test_vllm_files_that_are_refused(tmp_path: Path, values, change, message):
         read(save(tmp_path, values, stored))
 
 
-def test_an_output_that_is_not_known():
-    with pytest.raises(CheckpointError, match="allowed: own, shared, target"):
-        MedusaConfig(hidden_size=H, vocab_size=V, output="mine")
+def test_settings_of_a_new_drafter_that_cannot_be():
+    with pytest.raises(OptionError, match="own, shared, target"):
+        replace(OWN, output="mine")
+    with pytest.raises(OptionError, match="num_heads is 0; allowed: 1 or more"):
+        replace(OWN, num_heads=0)
+    with pytest.raises(OptionError, match="num_blocks is 0; allowed: 1 or more"):
+        replace(OWN, num_blocks=0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from forespeak.errors import CheckpointError
+from forespeak.errors import OptionError, unknown_choice
 from forespeak.formats.drafter_files import Shape
 from forespeak.formats.drafters import D2T
 from forespeak.models.config import ModelConfig
@@ -45,10 +45,10 @@ class MedusaConfig:
 
     def __post_init__(self) -> None:
         if self.output not in OUTPUTS:
-            raise CheckpointError(
-                f"output of Medusa heads is {self.output!r}; allowed: {', '.join(OUTPUTS)}. "
-                "Choose one of these."
-            )
+            raise OptionError(unknown_choice("Output of Medusa heads", self.output, OUTPUTS))
+        for name in ("num_heads", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}; allowed: 1 or more.")
 
     @property
     def max_positions(self) -> int | None:

@@ -152,16 +152,29 @@ def attend_rows(
     Returns:
         [T, heads * D].
     """
+    write_rows(keys, values, layer, cache, segments)
     mixed, at = [], 0
     for segment, mask in zip(segments, masks, strict=True):
-        row, n = segment.row, segment.num_tokens
-        used = cache.used(row)
-        stored_keys, stored_values = cache.keys[layer, row], cache.values[layer, row]  # [kv, C, D]
-        stored_keys[:, used - n : used] = keys[at : at + n].transpose(0, 1)
-        stored_values[:, used - n : used] = values[at : at + n].transpose(0, 1)
-        span = slice(at, at + n)
-        mixed.append(
-            attend(query[span], stored_keys[:, :used], stored_values[:, :used], mask, plain=plain)
-        )
-        at += n
+        row, used = segment.row, cache.used(segment.row)
+        span = slice(at, at + segment.num_tokens)
+        stored = cache.keys[layer, row, :, :used], cache.values[layer, row, :, :used]
+        mixed.append(attend(query[span], *stored, mask, plain=plain))
+        at += segment.num_tokens
     return torch.cat(mixed).flatten(1)
+
+
+def write_rows(
+    keys: Tensor,  # [T, kv, D]
+    values: Tensor,  # [T, kv, D]
+    layer: int,
+    cache: KVCache,
+    segments: Sequence[Segment],
+) -> None:
+    """Writes new keys and values to the slots that ``cache.append`` made."""
+    at = 0
+    for segment in segments:
+        row, n = segment.row, segment.num_tokens
+        place = slice(cache.used(row) - n, cache.used(row))
+        cache.keys[layer, row, :, place] = keys[at : at + n].transpose(0, 1)
+        cache.values[layer, row, :, place] = values[at : at + n].transpose(0, 1)
+        at += n
