@@ -106,9 +106,11 @@ def config_of(layout: Layout, family: str, count: int, model_type: str | None = 
     }
 
 
-def plain_block(layout: Layout, tensors: Mapping[str, Tensor], module: int) -> Block:
+def plain_block(
+    layout: Layout, tensors: Mapping[str, Tensor], module: int, window: int | None = None
+) -> Block:
     """The layer of a module, spelled out."""
-    sizes = Sizes(4, 2, 16)
+    sizes = Sizes(4, 2, 16, window=window)
     weights = below(tensors, layout.place(layout.block, module))
     return lambda x, positions: decoder_layer(x, weights, positions, sizes)
 

@@ -16,7 +16,7 @@ from forespeak.drafters.feature_chain import FeatureChain
 from forespeak.drafters.loader import load_drafter
 from forespeak.drafters.mtp import MtpModules, random_drafter
 from forespeak.engine.llm import LLM
-from forespeak.engine.target import load_target
+from forespeak.engine.target import in_memory, load_target
 from forespeak.errors import DrafterError, OptionError
 from forespeak.formats.layer_fields import layer_fields
 from forespeak.formats.mtp import write
@@ -139,6 +139,17 @@ def test_prompts_in_chunks(tmp_path, device):
     judge.check(rounds.laws)
 
 
+def test_windows_count_positions(tmp_path):
+    """Layers that see 7 positions, in texts that are longer."""
+    folder, judge = made(tmp_path, MIMO, "mistral", "mistral", 2)
+    judge.blocks = [plain_block(MIMO, dict(judge.tensors), m, window=7) for m in range(2)]
+    rounds = FeatureRounds(opened(folder, tiny_decoder()), judge.observe, random.Random(6), V)
+    rounds.start(0, 12)
+    for _ in range(3):
+        rounds.round(depth=4, width=2)
+    judge.check(rounds.laws)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_part_of_the_vocabulary(tmp_path, name):
     layout, ids = LAYOUTS[name], torch.arange(20) * 4 + 1
@@ -226,8 +237,6 @@ def drafters(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.parametrize("name", ["one", "two"])
 @pytest.mark.parametrize("make", [tiny_decoder, tiny_int8])
 def test_texts_equal_plain_decoding(drafters, name, make):
-    from forespeak.engine.target import in_memory
-
     target = in_memory(make())
     params = SamplingParams(max_new_tokens=24, ignore_eos=True)
     prompt = random_tokens(6, 3)
@@ -240,8 +249,6 @@ def test_texts_equal_plain_decoding(drafters, name, make):
 
 
 def test_sampled_texts_and_deep_chains(drafters):
-    from forespeak.engine.target import in_memory
-
     target = in_memory(tiny_decoder())
     llm = LLM(
         target, method="mtp", drafter=str(drafters["two"]), num_speculative_tokens=7,
@@ -272,8 +279,6 @@ def test_a_target_that_carries_its_modules(tmp_path, family):
 
 
 def test_a_long_text_to_the_end_of_the_context(tmp_path):
-    from forespeak.engine.target import in_memory
-
     config = tiny_config(max_position_embeddings=40)
     drafter = MtpConfig.for_target(config)
     write(tmp_path, drafter, random_drafter(drafter, torch.Generator().manual_seed(0)))
@@ -308,8 +313,6 @@ def test_copies_that_differ_between_modules(tmp_path):
 
 
 def test_an_unknown_recursion_state(drafters):
-    from forespeak.engine.target import in_memory
-
     with pytest.raises(OptionError, match="normed, raw"):
         LLM(
             in_memory(tiny_decoder()), method="mtp", drafter=str(drafters["one"]),

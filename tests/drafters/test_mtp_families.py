@@ -6,6 +6,7 @@ releases. The judge runs transformers' layer over the whole text, and transforme
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.modeling_layers import MtpModel
 
 from forespeak.drafters.base import TargetParts
 from forespeak.drafters.feature_chain import FeatureChain
@@ -29,7 +31,7 @@ from forespeak.models.adapter import TransformersModel, load_adapter
 from forespeak.models.adapter_config import model_config
 from forespeak.models.adapter_masks import MaskRules
 from forespeak.sampling import SamplingParams
-from forespeak.types import SpeculationConfig
+from forespeak.types import Frontier, Observation, SpeculationConfig
 from tests.drafters.feature_rounds import FeatureRounds
 from tests.drafters.mtp_cases import NEXTN, QWEN, Block, Formulas, Layout, write_folder
 
@@ -167,8 +169,6 @@ def make(root: Path, name: str, count: int = 1, *, copies: bool = False) -> Made
 
 def new_block(language_model: Any) -> Any:
     """A layer like the model's, with experts where the release's modules have them."""
-    import copy
-
     config = copy.deepcopy(language_model.config)
     if hasattr(config, "mlp_layer_types"):
         config.mlp_layer_types = ["sparse"] * LAYERS
@@ -241,8 +241,6 @@ def test_laws_are_the_formulas(tmp_path, name, count):
 @pytest.mark.parametrize("count", [1, 2])
 def test_transformers_own_modules_say_the_same(tmp_path, name, count):
     """MtpModel of transformers keeps the first embedding and hands on normed states."""
-    from transformers.modeling_layers import MtpModel
-
     made = make(tmp_path, name, count)
     theirs = MtpModel(made.language_model, count).eval()
     layers = theirs.layers
@@ -266,8 +264,6 @@ def test_transformers_own_modules_say_the_same(tmp_path, name, count):
     hidden = made.language_model(torch.tensor([text[:-1]]), output_hidden_states=True)
     states = hidden.hidden_states[-1].detach()  # [1, n, H] after the final norm
     drafts, logits = their_drafts(made, layers, torch.tensor([text]), states)
-
-    from forespeak.types import Frontier, Observation
 
     drafter.admit(0)
     drafter.observe([Observation(0, tuple(text[:-1]), states[0])])
@@ -360,6 +356,21 @@ def test_modules_of_another_kind_of_target(tmp_path):
     config = SpeculationConfig(method="mtp", drafter=str(made.folder))
     with pytest.raises(DrafterError, match="deepseek_v3 model, .* this target is a glm4_moe"):
         load_drafter(config, TargetParts(model))
+
+
+def test_targets_whose_layers_cannot_run_alone(tmp_path):
+    sizes = {"vocab_size": V, "n_embd": H, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    target = tmp_path / "target"
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(target)
+    values = {"model_type": "gpt2", "hidden_size": H, "vocab_size": V, "rms_norm_eps": 1e-6}
+    own = "model.layers.2."
+    tensors = {f"{own}{name}.weight": torch.ones(H) for name in ("enorm", "hnorm")}
+    tensors |= {f"{own}shared_head.norm.weight": torch.ones(H)}
+    tensors |= {f"{own}eh_proj.weight": torch.ones(H, 2 * H)}
+    write_folder(tmp_path / "alone", values, tensors)
+    config = SpeculationConfig(method="mtp", drafter=str(tmp_path / "alone"))
+    with pytest.raises(ModelError, match="gpt2 model cannot run alone"):
+        load_drafter(config, TargetParts(load_adapter(target)))
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from torch import Tensor
 from forespeak.errors import CheckpointError
 from forespeak.formats.drafter_files import DrafterFiles, Shape, write_drafter_files
 from forespeak.formats.drafters import D2T, T2D, Dialect, DrafterCheckpoint, match_tensors
+from forespeak.formats.eagle_layers import package_layers
 from forespeak.formats.fields import refuse_other_fields, switch, whole_number
 from forespeak.formats.layer_fields import layer_fields
 from forespeak.formats.mtp_config import (
@@ -118,7 +119,8 @@ def write(folder: Path, config: MtpConfig, tensors: Mapping[str, Tensor]) -> Non
         values["draft_vocab_size"] = config.draft_vocab_size
     needed, _ = extra_shapes(config)
     names = _names(_MIMO, config, range(config.num_modules), {})
-    stored = {names[name]: tensors[name] for name in [*tensor_shapes(config), *needed]}
+    # Copied, because modules may share tensors in another layout and a file holds each apart.
+    stored = {names[name]: tensors[name].clone() for name in [*tensor_shapes(config), *needed]}
     if not config.hidden_first:
         for name in stored:
             if name.endswith("input_proj.weight"):
@@ -165,6 +167,8 @@ def _read_speculators(files: DrafterFiles) -> DrafterCheckpoint:
             f"{files.folder / 'config.json'}: transformer_layer_config is {inner!r}; it must be an "
             "object. Get the file again from where it came from."
         )
+    if inner.get("model_type") in ("llama", "qwen3"):
+        inner = layer_fields(package_layers(files, inner))  # what it leaves out is filled in
     ours = {key: files.config[key] for key in _SPECULATORS_FIELDS if key in files.config}
     fields = {**inner, **ours}
     return _read(files, _SPECULATORS, fields, _numbers(files, r"mtp_layers\.(\d+)\."))
