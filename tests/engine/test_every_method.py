@@ -40,7 +40,7 @@ MAKERS: dict[str, Callable[[], TargetModel]] = {
 # Method -> (method whose drafter it reads, settings of a small one).
 ROWS: dict[str, tuple[str, dict[str, str]]] = {
     "medusa": ("medusa", {"num_heads": "4"}),
-    "mtp_parallel": ("mtp_parallel", {"num_heads": "3"}),
+    "mtp_parallel": ("mtp_parallel", {"num_heads": "4"}),
     "mtp": ("mtp", {}),
     "eagle": ("eagle", {}),
     "eagle2": ("eagle", {}),
