@@ -6,6 +6,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -192,6 +193,7 @@ def test_the_modules_can_be_trained(changes):
     modules = MtpModules(config)
     assert all(bool(p.isnan().all()) for p in modules.parameters())
     load_parameters(modules, random_drafter(config, torch.Generator().manual_seed(0)), "here")
+    assert config.layer is not None
     size, dim = config.hidden_size, config.layer.head_dim
     angles = torch.arange(5)[:, None] * torch.rand(dim // 2)
 
@@ -209,7 +211,8 @@ def test_the_modules_can_be_trained(changes):
         outputs = modules.module(number)(embedded, states, rotation, attend)
         assert outputs.shape == (3, 5, size)
         states = modules.hand_on(outputs, number)
-    modules.finish(outputs, number).square().sum().backward()
+    loss: Any = modules.finish(outputs, number).square().sum()
+    loss.backward()
     for name, parameter in modules.named_parameters():
         # The norm of an inner module is passed by when raw states are handed on.
         passed_by = name == "layers.0.final_layernorm.weight" and len(changes) > 0
@@ -223,8 +226,9 @@ def test_the_modules_can_be_trained(changes):
 def drafters(tmp_path_factory) -> dict[str, Path]:
     """Modules for the tiny target: one, and two over a part of the vocabulary."""
     root = tmp_path_factory.mktemp("mtp")
-    for name, changes in {"one": {}, "two": {"num_modules": 2, "draft_vocab_size": 30}}.items():
-        config = replace(MtpConfig.for_target(tiny_config()), **changes)
+    one = MtpConfig.for_target(tiny_config())
+    two = replace(one, num_modules=2, draft_vocab_size=30)
+    for name, config in {"one": one, "two": two}.items():
         tensors = random_drafter(config, torch.Generator().manual_seed(1))
         generator = torch.Generator().manual_seed(2)
         for key, tensor in tensors.items():

@@ -24,6 +24,7 @@ from transformers.modeling_layers import MtpModel
 from forespeak.drafters.base import TargetParts
 from forespeak.drafters.feature_chain import FeatureChain
 from forespeak.drafters.loader import load_drafter
+from forespeak.drafters.mtp import FamilyModule
 from forespeak.engine.llm import LLM
 from forespeak.engine.target import load_target
 from forespeak.errors import CheckpointError, DrafterError, ModelError
@@ -98,12 +99,16 @@ class Made:
             eps=self.language_model.config.rms_norm_eps, offset=offset, **given,
         )  # fmt: skip
 
-    def opened(self, rows: int = 1, **asked: str | None) -> FeatureChain:
+    def opened(
+        self, rows: int = 1, drafter: Path | None = None, state: str | None = None
+    ) -> FeatureChain:
         model = adapted(self)
-        config = SpeculationConfig(method="mtp", **{"drafter": str(self.folder)} | asked)
-        drafter = load_drafter(config, TargetParts(model), num_rows=rows)
-        assert isinstance(drafter, FeatureChain)
-        return drafter
+        config = SpeculationConfig(
+            method="mtp", drafter=str(drafter or self.folder), recursion_state=state
+        )
+        made = load_drafter(config, TargetParts(model), num_rows=rows)
+        assert isinstance(made, FeatureChain)
+        return made
 
 
 def adapted(made: Made) -> TransformersModel:
@@ -242,7 +247,8 @@ def test_laws_are_the_formulas(tmp_path, name, count):
 def test_transformers_own_modules_say_the_same(tmp_path, name, count):
     """MtpModel of transformers keeps the first embedding and hands on normed states."""
     made = make(tmp_path, name, count)
-    theirs = MtpModel(made.language_model, count).eval()
+    theirs: Any = MtpModel(made.language_model, count)
+    theirs.eval()
     layers = theirs.layers
     for module in range(count):
         own = f"model.layers.{LAYERS + module}."
@@ -259,7 +265,7 @@ def test_transformers_own_modules_say_the_same(tmp_path, name, count):
     values = json.loads((made.folder / "config.json").read_text())
     values["mtp_zero_first_embedding"] = False
     (made.folder / "config.json").write_text(json.dumps(values))
-    drafter = made.opened(recursion_state="normed")
+    drafter = made.opened(state="normed")
     text = [5, 17, 3, 60, 22, 41, 8]
     hidden = made.language_model(torch.tensor([text[:-1]]), output_hidden_states=True)
     states = hidden.hidden_states[-1].detach()  # [1, n, H] after the final norm
@@ -315,7 +321,9 @@ def test_bfloat16_keeps_the_router_in_float32(tmp_path):
     assert len(LLM(target, method="mtp").generate([4, 5, 6], params).token_ids) == 6
     drafter = load_drafter(SpeculationConfig(method="mtp"), target.parts)
     assert isinstance(drafter, FeatureChain)
-    layer = drafter._modules[0]._layer.module
+    module = drafter._modules[0]
+    assert isinstance(module, FamilyModule)
+    layer: Any = module.layer.module
     assert layer.mlp.gate.e_score_correction_bias.dtype == torch.float32
     assert layer.self_attn.o_proj.weight.dtype == torch.bfloat16
 
@@ -330,7 +338,7 @@ def test_an_export_of_the_modules_alone(tmp_path):
     (alone / "model.safetensors").rename(alone / "nextn_layer_parameters.safetensors")
     index = (made.folder / "model.safetensors.index.json").read_text()
     (alone / "model.safetensors.index.json").write_text(index)
-    judge, drafter = made.formulas(), made.opened(drafter=str(alone))
+    judge, drafter = made.formulas(), made.opened(drafter=alone)
     rounds = FeatureRounds(drafter, judge.observe, random.Random(0), V)
     rounds.start(0, 4)
     rounds.round(depth=2, width=2)
@@ -359,7 +367,13 @@ def test_modules_of_another_kind_of_target(tmp_path):
 
 
 def test_targets_whose_layers_cannot_run_alone(tmp_path):
-    sizes = {"vocab_size": V, "n_embd": H, "n_layer": 2, "n_head": 4, "n_positions": 128}
+    sizes: dict[str, Any] = {
+        "vocab_size": V,
+        "n_embd": H,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 128,
+    }
     target = tmp_path / "target"
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(target)
     values = {"model_type": "gpt2", "hidden_size": H, "vocab_size": V, "rms_norm_eps": 1e-6}
@@ -394,4 +408,4 @@ def test_blocks_that_are_not_the_targets(tmp_path, change, message):
     values = json.loads((made.folder / "config.json").read_text())
     write_folder(tmp_path / "alone", values, tensors)
     with pytest.raises(CheckpointError, match=message):
-        made.opened(drafter=str(tmp_path / "alone"))
+        made.opened(drafter=tmp_path / "alone")

@@ -127,13 +127,13 @@ class FamilyModule(ChainModule):
     """A module whose block is a layer of the target's own kind."""
 
     def __init__(self, join: Callable[[Tensor, Tensor], Tensor], layer: FamilyLayer) -> None:
-        self._join, self._layer = join, layer
+        self._join, self.layer = join, layer
         self.cache = layer.cache
 
     def run(
         self, embedded: Tensor, states: Tensor, positions: Tensor, segments: Sequence[Segment]
     ) -> Tensor:
-        return self._layer.run(self._join(embedded, states), positions, segments)
+        return self.layer.run(self._join(embedded, states), positions, segments)
 
 
 class MtpNetwork(ChainNetwork):
