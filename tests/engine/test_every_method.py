@@ -51,7 +51,7 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
 }
 TRAINED = [name for name, entry in METHODS.items() if entry.info.trained and name != "draft_model"]
 PAIRS = [(name, builder) for name in TRAINED for builder in METHODS[name].builders]
-SIZES = {"node_budget": 9, "tree_depth": 4, "tree_top_k": 3}
+SIZES = {"node_budget": 9, "tree_depth": 3, "tree_top_k": 3}
 PROMPTS = [(5,), tuple(random_tokens(9, 3)), (7, 8, 9) * 6]
 LONG = tuple(random_tokens(100, 8))
 
@@ -214,7 +214,7 @@ PROMPT = [1, 2, 3, 1, 4, 1, 2]
 
 @cache
 def small_target() -> Target:
-    return in_memory(tiny_decoder(SMALL, seed=5))
+    return in_memory(tiny_decoder(SMALL, seed=6))
 
 
 @cache
@@ -250,7 +250,7 @@ def test_texts_follow_the_law_of_the_target(
         found[start] = found.get(start, 0) + 1
         num_accepted += done.stats.num_accepted
         num_drafted += done.stats.num_drafted
-    p_value = chi_square(found, expected_law())
+    p_value = chi_square(found, expected_law(), least_cells=90 if EXHAUSTIVE else 15)
     if EXHAUSTIVE:
         with capsys.disabled():  # for the log that is kept
             print(f"\n{name:12} {options} {NUM_DRAWS} texts, p = {p_value:.4f}", end="")  # noqa: T201

@@ -131,7 +131,12 @@ def drawn(llm: LLM, group: str, count: int, first_seed: int = 0) -> Counter[tupl
     )
 
 
-def chi_square(found: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...], float]) -> float:
+def chi_square(
+    found: Mapping[tuple[int, ...], int],
+    law: Mapping[tuple[int, ...], float],
+    *,
+    least_cells: int = 20,
+) -> float:
     """The p value; beginnings that are too rare to count alone are counted together."""
     total = sum(found.values())
     assert set(found) <= set(law), "a text that the target cannot write"
@@ -140,7 +145,7 @@ def chi_square(found: Mapping[tuple[int, ...], int], law: Mapping[tuple[int, ...
         cell = counts.setdefault(path if mass * total >= LEAST_EXPECTED else None, [0.0, 0.0])
         cell[0] += found.get(path, 0)
         cell[1] += mass * total
-    assert len(counts) > 20, "too few cells to say anything"
+    assert len(counts) > least_cells, "too few cells to say anything"
     observed, expected = zip(*counts.values(), strict=True)
     return float(stats.chisquare(observed, expected, sum_check=False).pvalue)
 
