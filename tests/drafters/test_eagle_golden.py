@@ -4,6 +4,7 @@ and the speculators package's forward passes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tests.spec.test_golden_rounds import _Replay
 from tests.tiny import run
 
 pytestmark = pytest.mark.golden
-CLOSE = {"atol": 1e-4, "rtol": 0.0}
+CLOSE: dict[str, Any] = {"atol": 1e-4, "rtol": 0.0}
 METHODS = {"eagle1": "eagle", "eagle2": "eagle2", "eagle3": "eagle3"}
 ALL = golden.cases(*METHODS)
 DYNAMIC = golden.cases("eagle2", "eagle3")
@@ -48,7 +49,7 @@ def open_case(case: golden.Case) -> tuple[FeatureChain, TargetParts]:
 def stored(drafter: FeatureChain, tokens: Sequence[int], features: Tensor) -> Observation:
     """An observation of stored features [n, H] or [n, K * H]."""
     width = len(drafter.info.taps)
-    taps = features.unflatten(-1, (width, -1)) if width else None
+    taps = features.view(len(tokens), width, -1) if width else None
     return Observation(0, tuple(tokens), features, taps)
 
 
@@ -56,7 +57,7 @@ def start(case: golden.Case, drafter: FeatureChain, key: str = "chain") -> int:
     """Observe what a stored chain or tree begins with; its root."""
     ids = case.tensors[f"{key}.input_ids"][0].tolist()
     drafter.observe([stored(drafter, ids[:-1], case.tensors[f"{key}.features"][0])])
-    return ids[-1]
+    return int(ids[-1])
 
 
 def restart(drafter: FeatureChain) -> None:
@@ -246,7 +247,7 @@ def test_greedy_texts_round_by_round(folder):
     """Every tree, every acceptance length and every token of the stored texts."""
     case = golden.load(folder)
     method, sizes = method_of(case), case.facts["config"]
-    options = {"tree_shape": "eagle", "builder": "static_tree"}
+    options: dict[str, Any] = {"tree_shape": "eagle", "builder": "static_tree"}
     if method != "eagle":
         options = {
             "node_budget": sizes["total_token"] - 1, "tree_depth": sizes["depth"] + 1,

@@ -107,8 +107,10 @@ def package_layers(files: DrafterFiles, values: Mapping[str, object]) -> ModelCo
             files,
             f"transformer_layer_config has model_type {family!r}; allowed: {', '.join(_DEFAULTS)}",
         )
-    given = {key: value for key, value in values.items() if value is not None}
-    filled = {**_DEFAULTS[str(family)], "model_type": family, **given}
+    filled = {**values, "model_type": family}
+    for key, default in _DEFAULTS[str(family)].items():
+        if filled.get(key) is None:
+            filled[key] = default
     layers = ModelConfig.from_hf(filled, origin=_place(files))
     if family == "llama":
         layers = _windowed(files, filled, layers)
