@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from forespeak.drafters import eagle, eagle3
+from forespeak.drafters.base import TargetParts
+from forespeak.drafters.sharing import Embedding, SharedHead, shared_or_own_head
 from forespeak.drafters.starting import start_drafter
 from forespeak.engine import decode
 from forespeak.engine.llm import LLM
@@ -25,9 +27,9 @@ from forespeak.models.attention import attend
 from forespeak.models.blocks import load_parameters
 from forespeak.models.config import ModelConfig
 from forespeak.sampling import SamplingParams
-from forespeak.types import Observation
+from forespeak.types import Frontier, Observation
 from tests.drafters.eagle_cases import TARGET, H, drafter_weights, opened
-from tests.tiny import random_tokens, random_weights, tiny_decoder, tiny_int8
+from tests.tiny import random_tokens, random_weights, run, tiny_decoder, tiny_int8
 
 # --- whole texts ---------------------------------------------------------------------------------
 
@@ -75,6 +77,37 @@ def test_drawn_drafts(method, builder, tmp_path):
         for seed in (1, 1, 2)
     ]
     assert texts[0].token_ids == texts[1].token_ids != texts[2].token_ids
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_bfloat16_drafts_on_every_device(method, device, tmp_path):
+    """No promise about tokens there; a text is written and its drafts come from finite laws."""
+    model = tiny_decoder(TARGET, dtype=torch.bfloat16, device=device)
+    start_drafter(method, TARGET, tmp_path / "drafter")
+    drafter = opened(tmp_path / "drafter", method, model=model)
+    drafter.admit(0)
+    output = run(model, [1, 2, 3], taps=drafter.info.taps)
+    drafter.observe([Observation(0, (1, 2, 3), output.hidden, output.taps)])
+    first = drafter.propose([0], [4], 2).logits
+    second = drafter.expand([Frontier(0, (1, 2), (5, 6), (0, 0))]).logits
+    assert first.dtype == second.dtype == torch.float32 and first.device.type == device.type
+    assert bool(first.isfinite().all()) and bool(second.isfinite().all())
+
+
+@pytest.mark.parametrize("target", [tiny_decoder, tiny_int8])
+def test_a_copy_of_the_targets_embedding_and_head_is_not_kept(target, tmp_path):
+    model, weights = target(TARGET), random_weights(TARGET)
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
+    parts = TargetParts(model)
+    assert Embedding(parts, embedding.bfloat16()).is_shared
+    assert not Embedding(parts, embedding * 1.1).is_shared
+    ids = torch.tensor([3, 8, 50])
+    assert isinstance(shared_or_own_head(parts, head, None), SharedHead)
+    assert isinstance(shared_or_own_head(parts, head, ids), SharedHead)
+    assert isinstance(shared_or_own_head(parts, head[ids].half(), ids), SharedHead)
+    other = shared_or_own_head(parts, head * 1.1, ids)
+    states = torch.ones(2, H)
+    torch.testing.assert_close(other(states), states @ (head[ids] * 1.1).T)
 
 
 # --- training ------------------------------------------------------------------------------------

@@ -123,8 +123,6 @@ def chain_of(
     """
     tensors = checkpoint.tensors()
     token_ids, own = map_of(tensors), tensors.pop(HEAD, None)
-    if own is not None and token_ids is not None and len(own) != len(token_ids):
-        own = own[token_ids]
     head = shared_or_own_head(target, own, token_ids)
     embedding = Embedding(target, tensors.pop(EMBED, None))
     network = EagleNetwork(checkpoint.config)

@@ -43,7 +43,7 @@ from forespeak.drafters.sharing import (
     Head,
     map_of,
     open_checkpoint,
-    pick_head,
+    shared_or_own_head,
 )
 from forespeak.drafters.table import MTP
 from forespeak.errors import DrafterError
@@ -181,7 +181,7 @@ def open_drafter(config: SpeculationConfig, target: TargetParts, num_rows: int) 
     tensors, origin = checkpoint.tensors(), str(checkpoint.origin)
     token_ids = map_of(tensors)
     embedding = Embedding(target, _copy(tensors, "embed_tokens", origin))
-    head = pick_head(target, _copy(tensors, "lm_head", origin), token_ids)
+    head = shared_or_own_head(target, _copy(tensors, "lm_head", origin), token_ids)
     modules = MtpModules(family)
     own = tensor_shapes(family)
     load_parameters(modules, {name: tensors.pop(name) for name in own}, origin)

@@ -107,9 +107,11 @@ def shared_or_own_head(target: TargetParts, own: Tensor | None, token_ids: Tenso
 
     Args:
         target: whose head.
-        own: [Vd, H] of the drafter's; None takes the target's.
+        own: [Vd, H] of the drafter's, or [V, H] of which it reads Vd rows; None takes the target's.
         token_ids: [Vd] target ids, None when Vd is the target's vocabulary.
     """
+    if own is not None and token_ids is not None and len(own) != len(token_ids):
+        own = own[token_ids]
     if own is None or _is_copy_of_head(target.model, own, token_ids):
         return SharedHead(target, token_ids)
     return OwnHead(own.to(target.model.device, target.drafting_dtype), token_ids)
@@ -133,20 +135,6 @@ def _is_copy_of_head(model: TargetModel, own: Tensor, token_ids: Tensor | None) 
         if bool(((theirs.cpu().float() - part).abs() > allowed).any()):
             return False
     return True
-
-
-def pick_head(target: TargetParts, own: Tensor | None, token_ids: Tensor | None = None) -> Head:
-    """The target's head, or the drafter's own where that is another one.
-
-    Args:
-        target: whose head.
-        own: [V, H] stored with the drafter; None takes the target's.
-        token_ids: [Vd] the part of the vocabulary to draft over, None for all of it.
-    """
-    if own is None or _is_copy(own, target.model.head_rows):
-        return SharedHead(target, token_ids)
-    weight = own if token_ids is None else own[token_ids]
-    return OwnHead(weight.to(target.model.device, target.drafting_dtype), token_ids)
 
 
 def _is_copy(own: Tensor, theirs: Callable[[Tensor], Tensor]) -> bool:
