@@ -1,8 +1,8 @@
 """Every method of the table that needs a checkpoint, through every builder it takes.
 
-Drafters have random weights (``forespeak init`` makes them), so that most drafts are rejected; those
-of the reference data, in ``tests/drafters``, are accepted now and then, scripted ones always. A new
-method is one row of ``ROWS``.
+Drafters have random weights (``forespeak init`` makes them), so that most drafts are rejected;
+those of the reference data, in ``tests/drafters``, are accepted now and then, scripted ones always.
+A new method is one row of ``ROWS``.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def first_laws(drafter: Drafter, rows: list[int], roots: list[int]) -> torch.Ten
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_rows_together_chunks_and_a_second_life(name: str, folders: dict[str, Path]) -> None:
-    """Laws do not depend on the other rows, on how a prompt was cut, or on who had the row before."""
+    """Laws do not depend on other rows, on how a prompt was cut, or on who had the row before."""
     texts = [tuple(random_tokens(n, n)) for n in (1, 17, 6)]
     roots = [3, 4, 5]
     alone = []

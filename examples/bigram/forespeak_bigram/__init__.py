@@ -1,4 +1,4 @@
-"""What forespeak reads of this method before it is used. Imports no torch, so that --help is fast."""
+"""What forespeak reads of this method before it is used. No torch here: --help must be fast."""
 
 from forespeak.drafters.table import MethodEntry, fitting_builders
 from forespeak.types import DrafterInfo

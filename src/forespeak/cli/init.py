@@ -52,8 +52,8 @@ def init(
         )
         return
     consoles.say(
-        f"{out}: a {method} drafter of {checkpoint.num_parameters / 1e6:.1f} million random "
-        f"weights for {target}. It proposes noise until it is trained; see it with "
+        f"{out}: {checkpoint.num_parameters / 1e6:.1f} million random weights for {method} on "
+        f"{target}. The drafter proposes noise until it is trained; see it with "
         f"`forespeak inspect {out}`."
     )
 

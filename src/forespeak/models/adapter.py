@@ -91,7 +91,8 @@ def read_adapter_config(path: Path) -> ModelConfig:
     with _quiet():
         config, _ = _known_architecture(path)
         text = config.get_text_config(decoder=True)
-        return model_config(text, transformers.GenerationConfig(), context_limit(text, None))
+        generation = transformers.GenerationConfig()  # type: ignore[no-untyped-call]
+        return model_config(text, generation, context_limit(text, None))
 
 
 def _check_dtype(dtype: str) -> None:
