@@ -231,3 +231,21 @@ def test_configs_to_start_from(method: str, tmp_path: Path) -> None:
     write(tmp_path, config, tensors_of(config))
     found = read(tmp_path)
     assert found.method == method and type(found.config) is CONFIGS[method]
+
+
+def test_notes(tmp_path: Path) -> None:
+    """What a user should know: heads that can be left off, and what a config leaves open."""
+    windows = {
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 64,
+        "use_sliding_window": True,
+    }  # fmt: skip
+    tensors = tensors_of(config_of())
+    (note,) = read(folder_with(tmp_path, {**ZLAB, **windows}, tensors)).notes
+    assert "windowed layers" in note
+    assert read(folder_with(tmp_path, {**ZLAB, **windows, "is_causal": False}, tensors)).notes == ()
+    config = config_of(
+        block_size=7, target_layer_ids=(-1, 4), markov_rank=6, markov_head_type="gated",
+        confidence_head=True, confidence_with_markov=True,
+    )  # fmt: skip
+    (note,) = read(folder_with(tmp_path, DEEPSPEC, tensors_of(config))).notes
+    assert "without its heads" in note

@@ -62,6 +62,7 @@ from forespeak.models.blocks import (
     load_parameters,
 )
 from forespeak.models.decoder import rms_norm
+from forespeak.models.packed import PackedLinear
 from forespeak.types import DenseLaws, DrafterInfo, Observation, SpeculationConfig
 
 FAMILY = "forespeak.formats.dflash"
@@ -194,7 +195,8 @@ class DFlashDrafter(Drafter):
             return tensor.detach().to(device=self._device, dtype=self._dtype)
 
         self._eps = config.layers.rms_norm_eps
-        self._fc, self._fused_norm = moved(network.fc.weight), moved(network.hidden_norm.weight)
+        self._fc = PackedLinear(moved(network.fc.weight))
+        self._fused_norm = moved(network.hidden_norm.weight)
         self._norm = moved(network.norm.weight)
         layers = [layer for layer in network.layers if isinstance(layer, DecoderLayer)]
         self._layers = BlockLayers(
@@ -215,7 +217,7 @@ class DFlashDrafter(Drafter):
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
         features = torch.cat([self._features(observation) for observation in observations])
-        fused = rms_norm(F.linear(features, self._fc), self._fused_norm, self._eps)
+        fused = rms_norm(self._fc(features), self._fused_norm, self._eps)
         self._layers.append_context(
             [o.row for o in observations], [len(o.tokens) for o in observations], fused
         )

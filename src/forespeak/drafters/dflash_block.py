@@ -18,21 +18,20 @@ from torch import Tensor
 
 from forespeak.formats.dflash_config import DFlashConfig
 from forespeak.models.blocks import DecoderLayer
-from forespeak.models.decoder import RopeTable, linear, rms_norm, rotate, window_flags
+from forespeak.models.decoder import RopeTable, rms_norm, rotate, window_flags
 from forespeak.models.kv_cache import KVCache
+from forespeak.models.packed import PackedLinear
 from forespeak.types import Segment
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer's weights, q, k, v and gate, up each in one product."""
+    """One layer's products, q, k, v and gate, up each in one, and its norms."""
 
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
     attention_norm: Tensor
     mlp_norm: Tensor
     query_norm: Tensor
@@ -63,22 +62,24 @@ class BlockLayers:
         c = config.layers
         self._config, self._device = config, device
         self._eps, self._heads = c.rms_norm_eps, [c.num_heads, c.num_kv_heads, c.num_kv_heads]
-        self._head_dim, self._queries = c.head_dim, c.num_heads * c.head_dim
+        self._head_dim = c.head_dim
         self._rope = RopeTable(c, context_length)
         self._windowed = [bool(flag) for flag in window_flags(c)]
-        stacked = torch.stack([_joined(layer, "weight") for layer in layers])
-        self._qkv = stacked.to(device=device, dtype=dtype)  # [L, (G + 2 kv) D, H]
-        self._qkv_bias: Tensor | None = None
-        if c.attention_bias:
-            biases = torch.stack([_joined(layer, "bias") for layer in layers])
-            self._qkv_bias = biases.to(device=device, dtype=dtype)
-        self._layers = [self._fused(index, layer, dtype) for index, layer in enumerate(layers)]
+        self._layers = [self._fused(layer, dtype) for layer in layers]
+        parts = [
+            _joined(layer, ("k_proj", "v_proj"), device, dtype) for layer in layers
+        ]  # [2 kv D, H] and [2 kv D]
+        biases = [bias for _, bias in parts if bias is not None]
+        # One product for all layers, so that a few tokens of context cost a few operations.
+        self._keys_values = PackedLinear(
+            torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
+        )
         self._key_norms = torch.stack([layer.key_norm for layer in self._layers])  # [L, D]
         self.rows = KVCache(
             c.num_layers, num_rows, c.num_kv_heads, c.head_dim, 64, dtype=dtype, device=device
         )
 
-    def _fused(self, index: int, layer: DecoderLayer, dtype: torch.dtype) -> _Layer:
+    def _fused(self, layer: DecoderLayer, dtype: torch.dtype) -> _Layer:
         def moved(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device=self._device, dtype=dtype)
 
@@ -86,13 +87,12 @@ class BlockLayers:
         assert attention.q_norm is not None and attention.k_norm is not None
         assert layer.input_layernorm is not None
         bias = attention.o_proj.bias
+        names = ("q_proj", "k_proj", "v_proj")
         return _Layer(
-            qkv=self._qkv[index],
-            qkv_bias=None if self._qkv_bias is None else self._qkv_bias[index],
-            out=moved(attention.o_proj.weight),
-            out_bias=None if bias is None else moved(bias),
-            gate_up=moved(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])),
-            down=moved(mlp.down_proj.weight),
+            qkv=PackedLinear(*_joined(layer, names, self._device, dtype)),
+            out=PackedLinear(moved(attention.o_proj.weight), None if bias is None else moved(bias)),
+            gate_up=PackedLinear(moved(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))),
+            down=PackedLinear(moved(mlp.down_proj.weight)),
             attention_norm=moved(layer.input_layernorm.weight),
             mlp_norm=moved(layer.post_attention_layernorm.weight),
             query_norm=moved(attention.q_norm.weight),
@@ -113,17 +113,12 @@ class BlockLayers:
             positions += range(lengths[row], lengths[row] + count)
         segments = [Segment(row, count) for row, count in zip(rows, counts, strict=True)]
         self.rows.append(segments, positions)
-        weight = self._qkv[:, self._queries :]  # [L, 2 kv D, H]
-        both = torch.matmul(fused, weight.transpose(1, 2))  # [L, T, 2 kv D]
-        if self._qkv_bias is not None:
-            both = both + self._qkv_bias[:, None, self._queries :]
-        keys, values = both.view(*both.shape[:2], -1, self._head_dim).chunk(2, dim=2)
-        # [L, T, kv, D]
-        keys = rms_norm(keys, self._key_norms[:, None, None], self._eps)
+        both = self._keys_values(fused).view(len(fused), len(self._layers), -1, self._head_dim)
+        keys, values = both.chunk(2, dim=2)  # [T, L, kv, D] each
+        keys = rms_norm(keys, self._key_norms[:, None], self._eps)
         cos, sin = self._rotation(positions)
-        keys = rotate(keys.flatten(0, 1), cos.repeat(len(keys), 1), sin.repeat(len(keys), 1))
-        keys = keys.view_as(values).transpose(1, 2)  # [L, kv, T, D]
-        values, at = values.transpose(1, 2), 0
+        keys = rotate(keys.flatten(1, 2), cos, sin).view_as(keys)
+        keys, values, at = keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3), 0  # [L, kv, T, D]
         for row, count in zip(rows, counts, strict=True):
             place = slice(lengths[row], lengths[row] + count)
             self.rows.keys[:, row, :, place] = keys[:, :, at : at + count]
@@ -150,15 +145,15 @@ class BlockLayers:
         views = [self._views(row, size) for row in rows]
         for index, layer in enumerate(self._layers):
             normed = rms_norm(x, layer.attention_norm, self._eps)
-            qkv = linear(normed, layer.qkv, layer.qkv_bias).view(len(x), -1, self._head_dim)
+            qkv = layer.qkv(normed).view(len(x), -1, self._head_dim)
             q, k, v = torch.split(qkv, self._heads, dim=1)
             q = rotate(rms_norm(q, layer.query_norm, self._eps), cos, sin)
             k = rotate(rms_norm(k, layer.key_norm, self._eps), cos, sin)
             mixed = self._attend(index, rows, views, q, k, v)
-            x = x + linear(mixed, layer.out, layer.out_bias)
+            x = x + layer.out(mixed)
             normed = rms_norm(x, layer.mlp_norm, self._eps)
-            gate, up = linear(normed, layer.gate_up).chunk(2, dim=-1)
-            x = x + linear(F.silu(gate) * up, layer.down)
+            gate, up = layer.gate_up(normed).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
         for row in rows:
             self.rows.commit(row, ())
         return x
@@ -190,8 +185,8 @@ class BlockLayers:
         v: Tensor,
     ) -> Tensor:
         """[R * B, G D]"""
-        size = len(q) // len(rows)
-        mixed = []
+        size, (heads, shared, _) = len(q) // len(rows), self._heads
+        groups, mixed = heads // shared, []
         for at, (row, seen) in enumerate(zip(rows, views, strict=True)):
             start, part = self.rows.lengths[row], slice(at * size, (at + 1) * size)
             end = start + size
@@ -199,12 +194,13 @@ class BlockLayers:
             keys, values = self.rows.keys[index, row], self.rows.values[index, row]  # [kv, C, D]
             keys[:, start:end] = k[part].transpose(0, 1)
             values[:, start:end] = v[part].transpose(0, 1)
+            # Heads that share keys are rows of one head: their keys are read once.
+            folded = q[part].transpose(0, 1).reshape(1, shared, groups * size, -1)
             out = F.scaled_dot_product_attention(
-                q[part].transpose(0, 1)[None], keys[None, :, first:end],
-                values[None, :, first:end], attn_mask=mask,
-                enable_gqa=self._heads[0] != self._heads[1],
+                folded, keys[None, :, first:end], values[None, :, first:end],
+                attn_mask=None if mask is None else mask.repeat(groups, 1),
             )  # fmt: skip
-            mixed.append(out[0].transpose(0, 1))
+            mixed.append(out.view(heads, size, -1).transpose(0, 1))
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
 
 
@@ -229,7 +225,12 @@ def window_mask(config: DFlashConfig, start: int, slots: Tensor, size: int) -> T
     return context | (inside & (slots <= own if config.causal_windows else inside))
 
 
-def _joined(layer: DecoderLayer, name: str) -> Tensor:
-    attention = layer.self_attn
-    parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-    return torch.cat([getattr(part, name).detach() for part in parts])
+def _joined(
+    layer: DecoderLayer, names: Sequence[str], device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of some projections in one."""
+    parts = [getattr(layer.self_attn, name) for name in names]
+    weight = torch.cat([part.weight.detach() for part in parts]).to(device, dtype)
+    if parts[0].bias is None:
+        return weight, None
+    return weight, torch.cat([part.bias.detach() for part in parts]).to(device, dtype)

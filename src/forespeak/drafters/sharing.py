@@ -23,7 +23,7 @@ from forespeak.formats.drafters import (
     read_drafter,
 )
 from forespeak.models.base import TargetModel
-from forespeak.models.decoder import linear
+from forespeak.models.packed import PackedLinear
 from forespeak.models.sources import resolve
 from forespeak.types import SpeculationConfig
 
@@ -69,16 +69,19 @@ class SharedHead:
     def __init__(self, target: TargetParts, token_ids: Tensor | None = None) -> None:
         self._model = target.model
         self.token_ids = None if token_ids is None else token_ids.to(target.model.device)
-        self._rows: Tensor | None = None
+        self._dtype = target.drafting_dtype
+        self._part: PackedLinear | None = None
         if token_ids is not None:
-            self._rows = target.model.head_rows(token_ids).to(target.drafting_dtype).contiguous()
+            self._part = PackedLinear(
+                target.model.head_rows(token_ids).to(self._dtype).contiguous()
+            )
 
     def __call__(self, states: Tensor) -> Tensor:
         """states [..., H] to logits [..., Vd] float32."""
-        if self._rows is None:
+        if self._part is None:
             return self._model.head(states)
-        flat = states.reshape(-1, states.shape[-1]).to(self._rows.dtype)
-        return linear(flat, self._rows).float().view(*states.shape[:-1], -1)
+        flat = states.reshape(-1, states.shape[-1]).to(self._dtype)
+        return self._part(flat).float().view(*states.shape[:-1], -1)
 
 
 class OwnHead:
@@ -90,13 +93,13 @@ class OwnHead:
     """
 
     def __init__(self, weight: Tensor, token_ids: Tensor | None = None) -> None:
-        self._weight = weight
+        self._product, self._dtype = PackedLinear(weight), weight.dtype
         self.token_ids = None if token_ids is None else token_ids.to(weight.device)
 
     def __call__(self, states: Tensor) -> Tensor:
         """states [..., H] to logits [..., Vd] float32."""
-        flat = states.reshape(-1, states.shape[-1]).to(self._weight.dtype)
-        return linear(flat, self._weight).float().view(*states.shape[:-1], -1)
+        flat = states.reshape(-1, states.shape[-1]).to(self._dtype)
+        return self._product(flat).float().view(*states.shape[:-1], -1)
 
 
 Head = SharedHead | OwnHead

@@ -122,9 +122,15 @@ def _read_flat(files: DrafterFiles, dialect: str, *, sample_from_anchor: bool) -
     if ids is None:
         num_target_layers = whole_number(flat, "num_target_layers")
         ids = default_layer_ids(num_target_layers, layers.num_layers)
+    notes: tuple[str, ...] = ()
+    if layers.sliding_window is not None and not {"is_causal", "causal"} & flat.config.keys():
+        notes = (
+            "Its config does not say whether rows of a block see later ones in windowed layers; "
+            "they do here.",
+        )
     return make_checkpoint(
         flat, dialect, layers, ids, absent=Absent(sample_from_anchor=sample_from_anchor),
-        num_target_layers=num_target_layers,
+        num_target_layers=num_target_layers, notes=notes,
     )  # fmt: skip
 
 

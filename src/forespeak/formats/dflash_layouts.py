@@ -77,6 +77,7 @@ def make_checkpoint(
     num_target_layers: int | None = None,
     causal_windows: bool = False,
     anchored_windows: bool = False,
+    notes: tuple[str, ...] = (),
 ) -> DrafterCheckpoint:
     """What all layouts share: block, heads, vocabulary, temperatures and tensors."""
     rank = whole_number(files, "markov_rank", default=absent.markov_rank, least=0)
@@ -112,8 +113,10 @@ def make_checkpoint(
     # Copies that trainers keep for their losses and that never draft.
     unused = ("verifier_lm_head.weight", "verifier_norm.weight")
     found = match_tensors(files, names, expected, optional=optional, ignored=unused)
-    method = "dspark" if config.has_heads else "dflash"
-    return DrafterCheckpoint(method, dialect, files.folder, config, found, files)
+    if not config.has_heads:
+        return DrafterCheckpoint("dflash", dialect, files.folder, config, found, files, notes=notes)
+    notes += ("Method dflash drafts with it too, without its heads.",)
+    return DrafterCheckpoint("dspark", dialect, files.folder, config, found, files, notes=notes)
 
 
 def _draft_vocabulary(files: DrafterFiles, vocab_size: int) -> int | None:
