@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
         # The table is names and numbers; the classes come through the loader alone.
         *("drafters.base", "drafters.loader", "drafters.table"),
     },
-    "train": {"errors", "types", "formats", "models", "drafters"},
+    "train": {"errors", "types", "sampling", "formats", "models", "drafters", "bench.prompts"},
     "serving": {"errors", "types", "spec", "engine"},
     "bench": {"errors", "types", "sampling"},
     "deploy": {"errors", "types"},
