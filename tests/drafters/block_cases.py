@@ -108,13 +108,13 @@ class Case:
             c.num_heads, c.num_kv_heads, c.head_dim, c.rope_parameters["rope_theta"],
             c.rms_norm_eps,
         )  # fmt: skip
-        features = self.taps(text, 0).flatten(1)
+        named = dict(zip(self.config.taps, self.taps(text, 0).unbind(1), strict=True))
+        if -1 in self.config.target_layer_ids:
+            named[-1] = self.model.embed(torch.tensor(text)).cpu().float()
+        features = torch.cat([named[i] for i in self.config.target_layer_ids], 1)
         embed = self.copies.get("embed_tokens.weight")
         if embed is None:
             embed = self.model.embed(torch.arange(V)).cpu().float()
-        if self.config.target_layer_ids[0] == -1:
-            output = self.model.embed(torch.tensor(text)).cpu().float()
-            features = torch.cat([output, features], 1)
         ids = [root, *[self.config.mask_token_id] * (self.config.block_size - 1)]
         windows = None
         if c.sliding_window is not None:

@@ -31,6 +31,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "biases": {"layers__attention_bias": True, "layers__output_bias": True},
     "embedding output": {"target_layer_ids": (-1, 1)},
     "only the embedding output": {"target_layer_ids": (-1,), "sample_from_anchor": True},
+    "features in another order, one twice": {"target_layer_ids": (3, -1, 1, 1)},
     "windows": WINDOW,
     "tiny windows": {**WINDOW, "layers__sliding_window": 3},
     "anchored windows": {**WINDOW, "anchored_windows": True},

@@ -73,6 +73,7 @@ def test_layers_that_a_release_does_not_name(tmp_path: Path) -> None:
         (64, 5, (1, 16, 31, 46, 61)),
         (28, 1, (14,)),
         (10, 5, (1, 2, 4, 6, 7)),  # 2.5 and 5.5 go to the even number
+        (5, 3, (1, 2, 2)),
     ],
 )
 def test_default_layers(targets: int, layers: int, ids: tuple[int, ...]) -> None:

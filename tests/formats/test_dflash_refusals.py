@@ -22,7 +22,7 @@ from tests.formats.dflash_folders import (
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ZLAB, {"dflash_config": {**INNER, "target_layer_ids": [1, 7]}}, "up to 6 for a target of 8"),
-    (ZLAB, {"dflash_config": {**INNER, "target_layer_ids": [4, 1]}}, "rising"),
+    (ZLAB, {"dflash_config": {**INNER, "target_layer_ids": []}}, "numbers of target layers"),
     (ZLAB, {"dflash_config": {**INNER, "target_layer_ids": "1"}}, "list of layer numbers"),
     (ZLAB, {"dflash_config": {**INNER, "target_layer_ids": [-2, 1]}}, "-1 for the output"),
     (ZLAB, {"dflash_config": 3}, "must be an object"),

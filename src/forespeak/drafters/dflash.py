@@ -194,6 +194,8 @@ class DFlashDrafter(Drafter):
         def moved(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device=self._device, dtype=self._dtype)
 
+        ids, rising = config.target_layer_ids, sorted(set(config.target_layer_ids))
+        self._order = None if list(ids) == rising else [rising.index(i) for i in ids]
         self._eps = config.layers.rms_norm_eps
         self._fc = PackedLinear(moved(network.fc.weight))
         self._fused_norm = moved(network.hidden_norm.weight)
@@ -240,12 +242,13 @@ class DFlashDrafter(Drafter):
         return rms_norm(asked, self._norm, self._eps)
 
     def _features(self, observation: Observation) -> Tensor:
-        """[n, K * H]"""
+        """[n, K * H], in the order of the config; the engine's taps are in rising order."""
         parts = [] if observation.taps is None else [observation.taps.to(self._dtype)]
-        if self._config.target_layer_ids[0] == EMBEDDING_OUTPUT:
+        if EMBEDDING_OUTPUT in self._config.target_layer_ids:
             embedded = self._model.embed(torch.tensor(observation.tokens)).to(self._dtype)
             parts.insert(0, embedded[:, None])
-        return torch.cat(parts, dim=1).flatten(1)
+        features = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return (features if self._order is None else features[:, self._order]).flatten(1)
 
 
 # --- opening and starting -------------------------------------------------------------------------

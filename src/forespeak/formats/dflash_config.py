@@ -30,8 +30,8 @@ class DFlashConfig:
             ``sliding_window`` positions of context.
         block_size: B rows of a block: the root and B - 1 masks.
         mask_token_id: what stands at the places to fill.
-        target_layer_ids: layers whose outputs are its features, 0-based and rising; -1 is the
-            output of the embedding.
+        target_layer_ids: layers whose outputs are its features, in that order, 0-based; -1 is the
+            output of the embedding. Some may stand twice (small targets with the default rule).
         num_target_layers: of the target it was trained for, where known.
         sample_from_anchor: row i gives the token after its own place, so that B rows give B drafts.
             False: row i fills its own place, row 0 (the root's) gives nothing and there are B - 1.
@@ -96,7 +96,7 @@ class DFlashConfig:
     @property
     def taps(self) -> tuple[int, ...]:
         """Decoder layers of the target that it reads, the embedding not among them."""
-        return tuple(i for i in self.target_layer_ids if i != EMBEDDING_OUTPUT)
+        return tuple(sorted(set(self.target_layer_ids) - {EMBEDDING_OUTPUT}))
 
     @property
     def has_heads(self) -> bool:
@@ -258,12 +258,12 @@ def _check_block(config: DFlashConfig) -> None:
 
 
 def _check_layer_ids(ids: tuple[int, ...], num_target_layers: int | None) -> None:
-    if not ids or ids[0] < EMBEDDING_OUTPUT or any(a >= b for a, b in zip(ids, ids[1:])):  # noqa: B905
+    if not ids or min(ids) < EMBEDDING_OUTPUT:
         raise OptionError(
-            f"target_layer_ids is {list(ids)}; allowed: rising numbers of target layers from 0, or "
-            "-1 for the output of the embedding."
+            f"target_layer_ids is {list(ids)}; allowed: numbers of target layers from 0, or -1 for "
+            "the output of the embedding."
         )
-    if num_target_layers is not None and ids[-1] >= num_target_layers - 1:
+    if num_target_layers is not None and max(ids) >= num_target_layers - 1:
         raise OptionError(
             f"target_layer_ids is {list(ids)}; allowed: up to {num_target_layers - 2} for a target "
             f"of {num_target_layers} layers. The last layer is not to be read: some tools take its "

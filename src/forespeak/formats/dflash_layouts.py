@@ -36,11 +36,11 @@ BLOCK_FIELDS = {"block_size", "mask_token_id", "sample_from_anchor"}
 HEAD_FIELDS = {
     *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
 }
-# Of training alone: they change no number that a trained drafter gives.
+# Of training, or about the target: they change no number that a trained drafter gives.
 _TRAINING = {
     *("num_anchors", "max_anchors", "ce_loss_alpha", "l1_loss_alpha", "confidence_head_alpha"),
     *("loss_decay_gamma", "embed_requires_grad", "auf", "lambda_base_start"),
-    "lambda_base_decay_ratio",
+    *("lambda_base_decay_ratio", "target_model_type", "target_text_model_type"),
 }
 RELATIVES = {
     "DFlash2DraftModel": "DFlash2 has convolutions around its layers and a candidate selector",
