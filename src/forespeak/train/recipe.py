@@ -257,7 +257,7 @@ def as_table(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def aswrite_value(recipe: Recipe) -> str:
+def as_toml(recipe: Recipe) -> str:
     """A recipe with all its values, as a file that reads back equal."""
     table = as_table(recipe)
     lines = [f"{k} = {write_value(v)}" for k, v in table.items() if not isinstance(v, dict)]
