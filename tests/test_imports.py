@@ -44,6 +44,10 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 
+# Only making data decodes: it wants the batch that users get. Training itself must not lean on the
+# engine, so that the two can be changed apart. Files of train that begin so may import it.
+MAKES_DATA = "generate"
+
 # What `forespeak --help` must not wait for: outside function bodies the command line imports none
 # of these, and of the package nothing that imports them.
 HEAVY = {"torch", "numpy", "numba", "transformers", "huggingface_hub", "scipy", "safetensors"}
@@ -105,6 +109,9 @@ def package_of(file: Path) -> tuple[str, ...]:
 def test_import_table(file: Path):
     folder = folder_of(file)
     assert folder in ALLOWED, f"{folder} is not in the import table; add it with its reasons"
+    allowed = ALLOWED[folder]
+    if folder == "train" and file.name.startswith(MAKES_DATA):
+        allowed = allowed | {"engine"}
     tree = ast.parse(file.read_text(encoding="utf-8"))
     for name, line in imports(tree, package_of(file)):
         inner = ours(name)
@@ -112,7 +119,7 @@ def test_import_table(file: Path):
             continue
         if folder == "cli" and inner in ("", "__version__"):
             continue
-        assert allows(ALLOWED[folder], inner), f"{file}:{line}: {folder} may not import {name}"
+        assert allows(allowed, inner), f"{file}:{line}: {folder} may not import {name}"
 
 
 def module_level(tree: ast.Module) -> ast.Module:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from forespeak.engine.llm import LLM, load_target
     from forespeak.errors import (
         CheckpointError,
+        DataError,
         DrafterError,
         ForespeakError,
         ModelError,
@@ -26,6 +27,7 @@ __all__ = [
     "LLM",
     "CheckpointError",
     "Completion",
+    "DataError",
     "DrafterError",
     "ForespeakError",
     "ModelError",
@@ -42,6 +44,7 @@ _HOME = {
     "LLM": "forespeak.engine.llm",
     "load_target": "forespeak.engine.llm",
     "CheckpointError": "forespeak.errors",
+    "DataError": "forespeak.errors",
     "DrafterError": "forespeak.errors",
     "ForespeakError": "forespeak.errors",
     "ModelError": "forespeak.errors",

@@ -8,7 +8,8 @@ the message and exits with code 2; programmer mistakes stay ``assert``.
     ├── PromptError        a prompt or a prompt file cannot be used
     ├── ModelError         a model cannot be found, read or run
     │   └── CheckpointError    a file is missing, cut, corrupt or of another shape
-    └── DrafterError       a drafter does not fit its target
+    ├── DrafterError       a drafter does not fit its target
+    └── DataError          training data are damaged, of another target, or cannot be written
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class CheckpointError(ModelError):
 
 class DrafterError(ForespeakError):
     """A drafter does not fit its target."""
+
+
+class DataError(ForespeakError):
+    """Training data are damaged, made for another target, or cannot be made or written."""
 
 
 def unknown_choice(what: str, given: str, allowed: Iterable[str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -94,6 +95,34 @@ class Tokenizer:
         Raises:
             PromptError: there is no chat template, or it refuses these messages.
         """
+        ids: list[int] = self._render(messages, up_to_answer=True, tokenize=True)
+        return ids
+
+    def render_whole(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation as it stands, nothing opened after its last message.
+
+        Raises:
+            PromptError: see :meth:`render_chat`.
+        """
+        ids: list[int] = self._render(messages, up_to_answer=False, tokenize=True)
+        return ids
+
+    def chat_text(self, messages: Sequence[Mapping[str, str]], *, up_to_answer: bool) -> str:
+        """What a conversation looks like before it becomes token ids.
+
+        Args:
+            messages: ``role`` and ``content`` each.
+            up_to_answer: open the answer that follows, as :meth:`render_chat` does.
+
+        Raises:
+            PromptError: see :meth:`render_chat`.
+        """
+        text: str = self._render(messages, up_to_answer=up_to_answer, tokenize=False)
+        return text
+
+    def _render(
+        self, messages: Sequence[Mapping[str, str]], *, up_to_answer: bool, tokenize: bool
+    ) -> Any:
         if not self.has_chat_template:
             raise PromptError(
                 "The model has no chat template; messages need one. Give the prompt as plain text "
@@ -102,10 +131,10 @@ class Tokenizer:
         for message in messages:
             _check_text(message["content"])
         try:
-            ids: list[int] = self._backend.apply_chat_template(
+            return self._backend.apply_chat_template(
                 [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=True,
+                add_generation_prompt=up_to_answer,
+                tokenize=tokenize,
                 return_dict=False,
             )
         except (jinja2.TemplateError, ValueError, TypeError) as error:
@@ -113,7 +142,6 @@ class Tokenizer:
                 f"The model's chat template refuses the messages ({error}); usually roles must "
                 "take turns: user, assistant, user. Change the messages, or use --raw."
             ) from None
-        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of token ids, special tokens left out."""
@@ -137,6 +165,11 @@ class Tokenizer:
     def vocabulary_digest(self) -> str:
         """Equal for two tokenizers exactly when every id stands for the same token in both."""
         return self._digest
+
+    def template_digest(self) -> str:
+        """Equal for two tokenizers exactly when their chat templates are; of none, too."""
+        template = json.dumps(self._backend.chat_template, sort_keys=True)
+        return hashlib.sha256(template.encode()).hexdigest()
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
