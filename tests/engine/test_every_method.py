@@ -121,6 +121,16 @@ def test_up_to_the_context_limit(name: str, builder: str, folders: dict[str, Pat
 
 
 @pytest.mark.parametrize("name", TRAINED)
+def test_behind_look_up(name: str, folders: dict[str, Path]) -> None:
+    """Where nothing matches the learned drafter drafts, with all that it missed meanwhile."""
+    llm = LLM(target_of("int8"), method=f"ngram+{name}", drafter=str(folders[name]))
+    for prompt in PROMPTS:
+        done = llm.generate(list(prompt), SamplingParams(max_new_tokens=40))
+        assert done.token_ids == plain_text("int8", prompt, 40)
+        check_counts(done)
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_an_end_anywhere(name: str, folders: dict[str, Path]) -> None:
     prompt = PROMPTS[1]
     text = plain_text("int8", prompt, 24)
