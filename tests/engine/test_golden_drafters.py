@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,11 +52,12 @@ def test_every_builder_writes_plain_decodings_text(folder: Path | None, dtype: s
     for method in methods_of(drafter):
         for builder in METHODS[method].builders:
             names = ("node_budget", "tree_depth") if builder == "ddtree" else tuple(SIZES)
-            llm = LLM(
-                target, method=method, drafter=str(drafter),
-                builder=builder if len(METHODS[method].builders) > 1 else None,
-                **({} if builder == "chain" else {name: SIZES[name] for name in names}),
-            )  # fmt: skip
+            options: dict[str, Any] = {"method": method, "drafter": str(drafter)}
+            if len(METHODS[method].builders) > 1:
+                options["builder"] = builder
+            if builder != "chain":
+                options |= {name: SIZES[name] for name in names}
+            llm = LLM(target, **options)
             done = llm.generate(prompt, SamplingParams(max_new_tokens=LENGTH, ignore_eos=True))
             assert list(done.token_ids) == plain, (method, builder)
             check_counts(done)
