@@ -13,7 +13,7 @@ from rich.text import Text
 from forespeak.bench.compare import Row
 
 PLAIN_BUILDER = "none"
-_WIDTH_OF_ALL = 120  # columns of a terminal
+_WIDTH_OF_ALL = 130  # columns of a terminal
 
 # In the table only; the record's keys are fixed.
 _TABLE_ONLY = ("speedup_quartiles",)
@@ -73,6 +73,11 @@ def number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def _drafter(row: Row) -> str:
+    """A folder's last name; the whole of it stands in the record."""
+    return (row.drafter or "-").rstrip("/").rpartition("/")[2]
+
+
 def _speedup(row: Row) -> str:
     if row.speedup_quartiles is None or row.builder == PLAIN_BUILDER:
         return number(row.speedup, 2)
@@ -102,7 +107,7 @@ class _Column:
 _COLUMNS = (
     _Column("method", lambda row: row.method, justify="left"),
     _Column("builder", lambda row: row.builder, essential=False, justify="left"),
-    _Column("drafter", lambda row: row.drafter or "-", essential=False, justify="left"),
+    _Column("drafter", _drafter, essential=False, justify="left"),
     _Column("tokens/s", lambda row: number(row.tokens_per_second, 1)),
     _Column("speed-up\n(p25-p75)", _speedup),
     _Column("acceptance\nlength", lambda row: number(row.acceptance_length, 2)),
