@@ -6,7 +6,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 BIN="${VENV:-.venv}/bin"
-LOG=docs/exactness.log
+LOG="${LOG:-docs/exactness.log}"
 NEW="$LOG.new"
 trap 'rm -f "$NEW" "$NEW.status"' EXIT
 
