@@ -1,0 +1,72 @@
+"""Files that are there whole or not at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+PART = ".part-"
+"""How names of unfinished files begin."""
+
+
+def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+    """Let ``write`` fill a file beside ``path``, then put it in place.
+
+    Args:
+        path: of the file; an old one stays until the new one is whole.
+        write: gets the path to write to.
+    """
+    part = path.with_name(PART + path.name)
+    try:
+        write(part)
+        _flush(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_json_whole(path: Path, value: object) -> None:
+    """A JSON file, whole or not at all."""
+    text = json.dumps(value, indent=1) + "\n"
+    write_whole(path, lambda part: _put(part, text))
+
+
+def fill_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let ``fill`` put files into a new folder, then give it its name.
+
+    Args:
+        folder: must not exist.
+        fill: gets the path of the unfinished folder.
+    """
+    part = folder.with_name(PART + folder.name)
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        fill(part)
+        for path in part.iterdir():
+            _flush(path)
+        os.replace(part, folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def remove_parts(folder: Path) -> None:
+    """Clear away what a killed process left unfinished."""
+    for path in folder.glob(f"{PART}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _put(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    """Onto the disk, so that a power cut after the renaming loses nothing."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
