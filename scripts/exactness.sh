@@ -3,6 +3,7 @@
 #
 #   scripts/exactness.sh            all of them, about an hour on one core
 #   scripts/exactness.sh -k four    more words go to pytest
+#   LOG=other.log scripts/exactness.sh ...  another log
 set -eu
 cd "$(dirname "$0")/.."
 BIN="${VENV:-.venv}/bin"

@@ -8,6 +8,7 @@ A new method is one row of ``ROWS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,33 @@ def test_behind_look_up(name: str, folders: dict[str, Path]) -> None:
         done = llm.generate(list(prompt), SamplingParams(max_new_tokens=40))
         assert done.token_ids == plain_text("int8", prompt, 40)
         check_counts(done)
+
+
+CONTROLS = {
+    "penalties": SamplingParams(
+        max_new_tokens=24, repetition_penalty=1.5, presence_penalty=0.7, frequency_penalty=0.6
+    ),
+    "bias": SamplingParams(max_new_tokens=24, logit_bias={7: 3.0, 11: -50.0, 30: 2.0}),
+    "allowed": SamplingParams(max_new_tokens=24, allowed_token_ids=(3, 9, 27, 41, 80)),
+    "drawn": SamplingParams(max_new_tokens=24, temperature=0.9, top_k=12, top_p=0.9, seed=3),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+@pytest.mark.parametrize(("name", "builder"), PAIRS)
+def test_controls_and_log_probabilities(
+    name: str, builder: str, control: str, folders: dict[str, Path]
+) -> None:
+    """By the rule ``match`` even a drawn text is the very one that plain decoding draws."""
+    params = replace(CONTROLS[control], logprobs=3)
+    plain = LLM(target_of("int8")).generate(list(PROMPTS[1]), params)
+    llm = LLM(target_of("int8"), **settings_of(name, builder, folders[name]), rule="match")
+    done = llm.generate(list(PROMPTS[1]), params)
+    assert done.token_ids == plain.token_ids
+    assert done.logprobs is not None and plain.logprobs is not None
+    for one, other in zip(done.logprobs, plain.logprobs, strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-6)
+        assert [token for token, _ in one.top] == [token for token, _ in other.top]
 
 
 @pytest.mark.parametrize("name", TRAINED)
