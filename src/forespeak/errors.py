@@ -9,7 +9,8 @@ the message and exits with code 2; programmer mistakes stay ``assert``.
     ├── ModelError         a model cannot be found, read or run
     │   └── CheckpointError    a file is missing, cut, corrupt or of another shape
     ├── DrafterError       a drafter does not fit its target
-    └── DataError          training data are damaged, of another target, or cannot be written
+    ├── DataError          training data are damaged, of another target, or cannot be written
+    └── TrainingError      training cannot go on, or a run cannot be taken up again
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class DrafterError(ForespeakError):
 
 class DataError(ForespeakError):
     """Training data are damaged, made for another target, or cannot be made or written."""
+
+
+class TrainingError(ForespeakError):
+    """Training cannot go on, or a run cannot be taken up again."""
 
 
 def unknown_choice(what: str, given: str, allowed: Iterable[str]) -> str:

@@ -1,0 +1,77 @@
+"""Where a drafter came from: command, code, versions, data, machine."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forespeak.train.dialogues import Sample
+
+_PACKAGES = ("forespeak", "torch", "transformers", "numpy", "numba", "accelerate")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What is known of this process."""
+    return {
+        "command": shlex.join(["forespeak", *sys.argv[1:]]),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | _versions(),
+        "machine": _machine(device),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def digest_samples(samples: Sequence[Sample]) -> str:
+    """sha256 over the token ids and spans of every sample."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        spans = [place for span in sample.spans for place in span]
+        numbers = [len(sample.token_ids), *sample.token_ids, len(spans), *spans]
+        digest.update(np.asarray(numbers, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str | None:
+    """The commit of the code, with a plus sign where files differ from it; None outside git."""
+    folder = Path(__file__).resolve().parent
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    return commit + ("+" if _git(folder, "status", "--porcelain", "--", str(folder.parent)) else "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
