@@ -13,6 +13,7 @@ import forespeak
 from forespeak.cli import consoles
 from forespeak.cli.chat import chat
 from forespeak.cli.compare import compare
+from forespeak.cli.data import data
 from forespeak.cli.demo import demo
 from forespeak.cli.generate import generate
 from forespeak.cli.groups import takes_groups
@@ -40,6 +41,7 @@ def build() -> typer.Typer:
     app.callback()(_root)
     for command in (generate, chat, compare, demo, methods, init, inspect):
         app.command()(takes_groups(command))
+    app.add_typer(data(), name="data")
     app.add_typer(models(), name="models")
     return app
 
@@ -93,7 +95,7 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _help_hint(arguments: Sequence[str]) -> str:
-    names = ("generate", "chat", "compare", "demo", "methods", "init", "inspect", "models")
+    names = ("generate", "chat", "compare", "demo", "methods", "init", "inspect", "data", "models")
     command = next((argument for argument in arguments if argument in names), None)
     return f"See `forespeak {command} --help`." if command else "See `forespeak --help`."
 

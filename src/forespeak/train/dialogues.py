@@ -30,7 +30,28 @@ MANIFEST = "manifest.json"
 DIALOGUES = "dialogues.jsonl"
 SELF_WRITTEN = "self-written"  # the source of prompts that the target wrote
 
-_KEYS = ("id", "source", "turns", "answers", "finish_reasons", "temperature", "seed")
+_KEYS = ("id", "source", "turns", "answers", "finish_reasons", "temperature", "seed", "fate")
+
+
+class Fate(enum.StrEnum):
+    """How a prompt ended. The first six gave dialogues, the cut ones without their later turns."""
+
+    WHOLE = "whole"
+    CUT_LENGTH = "cut_length"  # an answer reached its limit, so no later turn was asked
+    CUT_CONTEXT = "cut_context"  # the next turn would have been too long
+    CUT_EMPTY = "cut_empty"  # a later answer was empty
+    CUT_TEMPLATE = "cut_template"  # the template would have written an answer otherwise
+    CUT_REJECTED = "cut_rejected"  # the endpoint refused a later turn
+    TOO_LONG = "too_long"
+    EMPTY = "empty"
+    SPECIAL_TOKENS = "special_tokens"  # the prompt holds text of special tokens
+    TEMPLATE = "template"  # the template refuses the prompt
+    REJECTED = "rejected"  # the endpoint refuses the prompt
+
+    @property
+    def is_dialogue(self) -> bool:
+        """Whether at least one turn was answered."""
+        return self is Fate.WHOLE or self.startswith("cut_")
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,7 @@ class Dialogue:
         answers: token ids of each answer, the end-of-turn token included when it was written.
         finish_reasons: of each answer; ``stop`` has an end-of-turn token.
         temperature, seed: what the answers were drawn with; answer n takes seed + n.
+        fate: ``whole``, or why later turns were not answered.
     """
 
     id: str
@@ -53,6 +75,7 @@ class Dialogue:
     finish_reasons: tuple[FinishReason, ...]
     temperature: float
     seed: int
+    fate: Fate
 
     @property
     def num_tokens(self) -> int:
@@ -99,9 +122,12 @@ def dialogue_from(line: Line) -> Dialogue:
         raise _broken(line, f"has temperature {temperature!r}, which must be 0 or more")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise _broken(line, f"has seed {seed!r}, which must be a whole number from 0")
+    fates = [fate.value for fate in Fate if fate.is_dialogue]
+    if record["fate"] not in fates:
+        raise _broken(line, f"has fate {record['fate']!r}; allowed: {', '.join(fates)}")
     return Dialogue(
         record["id"], record["source"], tuple(turns), tuple(map(tuple, answers)),
-        tuple(reasons), float(temperature), seed,
+        tuple(reasons), float(temperature), seed, Fate(record["fate"]),
     )  # fmt: skip
 
 

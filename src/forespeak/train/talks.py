@@ -6,7 +6,6 @@ an endpoint give the same dialogues for the same answers.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,27 +13,11 @@ from dataclasses import dataclass
 from forespeak.bench.prompts import Prompt
 from forespeak.errors import PromptError
 from forespeak.models.tokenizer import Tokenizer
-from forespeak.train.dialogues import Dialogue
+from forespeak.train.dialogues import Dialogue, Fate
 from forespeak.train.turns import TurnMarks, has_special_tokens
 from forespeak.types import FinishReason
 
 _SEEDS = 2**31  # what every server takes
-
-
-class Fate(enum.StrEnum):
-    """How a prompt ended; those from ``WHOLE`` to ``CUT_TEMPLATE`` became dialogues."""
-
-    WHOLE = "whole"
-    CUT_LENGTH = "cut_length"  # an answer reached its limit, so no later turn was asked
-    CUT_CONTEXT = "cut_context"  # the next turn would have been too long
-    CUT_EMPTY = "cut_empty"  # a later answer was empty
-    CUT_TEMPLATE = "cut_template"  # the template would have written an answer otherwise
-    CUT_REJECTED = "cut_rejected"  # the endpoint refused a later turn
-    TOO_LONG = "too_long"
-    EMPTY = "empty"
-    SPECIAL_TOKENS = "special_tokens"  # the prompt holds text of special tokens
-    TEMPLATE = "template"  # the template refuses the prompt
-    REJECTED = "rejected"  # the endpoint refuses the prompt
 
 
 @dataclass(frozen=True)
@@ -167,7 +150,7 @@ class Talk:
             return Outcome(job, self._fate, None)
         dialogue = Dialogue(
             job.prompt.id, job.source, job.prompt.turns[:number], tuple(self._answers),
-            tuple(self._reasons), job.temperature, job.seed,
+            tuple(self._reasons), job.temperature, job.seed, self._fate,
         )  # fmt: skip
         return Outcome(job, self._fate, dialogue)
 
