@@ -20,7 +20,7 @@ import torch
 from forespeak.errors import CheckpointError, TrainingError
 from forespeak.formats.weights import read_json_object
 from forespeak.train.atomic import fill_folder, remove_parts, write_json_whole
-from forespeak.train.recipe import Recipe, SaveSettings, first_difference, recipe_from
+from forespeak.train.recipe import Recipe, as_table, first_difference, recipe_from
 
 FORMAT, VERSION = "forespeak training", 1
 
@@ -81,7 +81,7 @@ def save_checkpoint(
             part / "progress.json",
             {
                 "format": FORMAT, "version": VERSION, "progress": asdict(progress),
-                "recipe": recipe_table(recipe), "identity": asdict(identity),
+                "recipe": as_table(recipe), "identity": asdict(identity),
                 "provenance": dict(provenance),
             },
         )  # fmt: skip
@@ -137,19 +137,11 @@ def load_checkpoint(
     return progress, state
 
 
-def recipe_table(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as plain data."""
-    from forespeak.train.recipe import as_table
-
-    return as_table(recipe)
-
-
 def _check_same(
     folder: Path, kept: Recipe, recipe: Recipe, before: Identity, identity: Identity
 ) -> None:
-    different = first_difference(
-        replace(kept, save=SaveSettings()), replace(recipe, save=SaveSettings())
-    )
+    # What is saved, and how often, may change.
+    different = first_difference(replace(kept, save=recipe.save), recipe)
     if different is not None:
         raise TrainingError(
             f"{folder} is of a run with another {different}; a run goes on with the same recipe "

@@ -1,8 +1,8 @@
 """One process or several that train together.
 
 The recipe says how many micro-batches a step has; the processes share them and add up their
-gradients, so that the number of processes changes the time and not the result. ``accelerate launch``
-or ``torchrun`` starts the processes; the package ``accelerate`` joins them.
+gradients, so that the number of processes changes the time and not the result. They are started by
+``accelerate launch`` or ``torchrun`` and joined by the package ``accelerate``.
 """
 
 from __future__ import annotations

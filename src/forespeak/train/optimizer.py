@@ -114,4 +114,5 @@ def _muon(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.
 
 def _norm(gradients: list[Tensor]) -> Tensor:
     norms = torch._foreach_norm(gradients)
-    return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    return whole
