@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from forespeak.train.objective import Batch
+from forespeak.train.objectives.dflash import BlockObjective, BlockSettings, DFlashTraining
+from forespeak.train.objectives.dspark import DSparkTraining
 from forespeak.train.objectives.eagle import EagleTraining
 from forespeak.train.objectives.eagle3 import Eagle3Training
 from forespeak.train.objectives.medusa import MedusaTraining
+from forespeak.train.rows import Guesses, find_guesses
 from tests.drafters import golden
 from tests.train.training import batch_of, golden_objective, gradients
 
@@ -103,3 +106,43 @@ def test_medusa(folder):
             found[f"heads.{head}.blocks.0.weight"], t[f"grad.{head}.0.linear.weight"],
             atol=_NEAR, rtol=_NEAR,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", golden.cases("dspark"))
+def test_blocks(folder):
+    """DSpark's sequential heads, and DeepSpec's DFlash."""
+    case = golden.load(folder)
+    t, stored = case.tensors, case.facts["training_loss"]
+    weights = stored["weights"]
+    mix = {"soft": 0.0, "hard": weights["ce"], "l1": weights["l1"]}
+    decay = weights["loss_decay_gamma"]
+    settings: BlockSettings = DFlashTraining(**mix, position_decay=decay)
+    if case.facts["config"]["confidence_head"]:
+        settings = DSparkTraining(**mix, position_decay=decay, confidence=weights["confidence"])
+    objective, _, _ = golden_objective(case, settings)
+    assert isinstance(objective, BlockObjective)
+    counts, keep, mask = t["train.anchors"], t["train.block_keep"], t["train.eval_mask"]
+    ids = t["train.input_ids"]
+    taps = t["train.features"].unflatten(-1, (len(objective.taps), -1))
+    lengths = torch.full((len(ids),), ids.shape[1])
+    batch = Batch(ids, t["train.loss_mask"].bool(), lengths, t["train.last_hidden"], taps)
+    texts, slots = (keep & mask.any(-1)).nonzero(as_tuple=True)
+    start, depth = mask[texts, slots].nonzero(as_tuple=True)
+    anchors = counts[texts, slots]
+    guesses = Guesses(texts, anchors - 1, start, depth, ids.shape[1], mask.shape[-1])
+    loss = objective.loss_of(batch, guesses)
+    loss.total.backward()
+    found = {n: p.grad for n, p in objective.network.named_parameters() if p.grad is not None}
+    assert float(loss.total.detach()) == pytest.approx(stored["total"], abs=_NEAR)
+    if stored["confidence"] is not None:
+        assert loss.parts["confidence"] == pytest.approx(stored["confidence"], abs=_NEAR)
+    assert loss.acceptance_length == pytest.approx(stored["tau_probabilistic"], abs=_NEAR)
+    for place, rate in enumerate(stored["accept_rate_by_position"]):
+        assert loss.parts[f"accept_{place + 1}"] == pytest.approx(rate, abs=_NEAR)
+    check_norms(stored["grad_norms"], {name: name for name in stored["grad_norms"]}, found)
+    for name in ("fc.weight", "layers.0.self_attn.k_proj.weight"):
+        torch.testing.assert_close(found[name], t[f"train.grad.{name}"], atol=_NEAR, rtol=_NEAR)
+    # The anchors that we would draw are those that the official sampler may draw.
+    every = find_guesses(batch, objective.config.max_depth)
+    drawn = set(zip(every.texts.tolist(), (every.places + 1).tolist(), strict=True))
+    assert drawn >= set(zip(texts.tolist(), anchors.tolist(), strict=True))

@@ -102,18 +102,20 @@ class MarkovHead(nn.Module):
             previous: [..., B] int64.
             hidden: [..., B, H].
         """
-        embedded = self.markov_w1(previous)
-        if self.kind != "rnn":
-            inner, _ = self.step(embedded, hidden, None)
-        else:
-            state: Tensor | None = embedded.new_zeros(embedded[..., 0, :].shape)
-            steps = []
-            for row in range(previous.shape[-1]):
-                out, state = self.step(embedded[..., row, :], hidden[..., row, :], state)
-                steps.append(out)
-            inner = torch.stack(steps, -2)
-        bias: Tensor = self.markov_w2(inner)
+        bias: Tensor = self.markov_w2(self.inner(previous, hidden))
         return bias
+
+    def inner(self, previous: Tensor, hidden: Tensor) -> Tensor:
+        """What goes into W2 [..., B, r]; see :meth:`forward`."""
+        embedded: Tensor = self.markov_w1(previous)
+        if self.kind != "rnn":
+            return self.step(embedded, hidden, None)[0]
+        state: Tensor | None = embedded.new_zeros(embedded[..., 0, :].shape)
+        steps = []
+        for row in range(previous.shape[-1]):
+            out, state = self.step(embedded[..., row, :], hidden[..., row, :], state)
+            steps.append(out)
+        return torch.stack(steps, -2)
 
 
 class ConfidenceHead(nn.Module):

@@ -1,0 +1,104 @@
+"""Training of DSpark: DFlash's block, a sequential head and a confidence head (arXiv 2607.05147).
+
+The laws are corrected by the true token before each place (teacher forcing), and the confidence
+head is to say how likely a draft token is to be accepted, which is the overlap of the two laws::
+
+    loss = sum of w_k * (hard * -log q(x) + l1 * sum |q - p| + confidence * bce(c_k, overlap))
+           / sum of w_k                                    q = softmax(U_k + b_k)
+
+The overlap is a target and gets no gradient; the confidence's gradient reaches the block and W1, as
+in the official code. Weights of depths and blocks are DFlash's; the official code's are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from forespeak.drafters.dspark import DSparkNetwork
+from forespeak.errors import OptionError
+from forespeak.formats.dflash_config import DFlashConfig
+from forespeak.train.laws import Scored
+from forespeak.train.losses import Product, chance_loss
+from forespeak.train.objective import Start, TargetView
+from forespeak.train.objectives.dflash import BlockObjective, Blocks, BlockSettings, begin_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkTraining(BlockSettings):
+    """Settings of DSpark.
+
+    Attributes:
+        soft, hard, l1: as everywhere, with the official weights as defaults.
+        confidence: weight of the confidence head's loss.
+    """
+
+    soft: float = 0.0
+    hard: float = 0.1
+    l1: float = 0.9
+    confidence: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.confidence < 0:
+            raise OptionError(f"confidence is {self.confidence}; allowed: 0 or more.")
+
+
+class DSparkObjective(BlockObjective):
+    """See the top of the file."""
+
+    network: DSparkNetwork
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        target: TargetView,
+        settings: DSparkTraining,
+        network: DSparkNetwork,
+        token_ids: Tensor | None,
+    ) -> None:
+        super().__init__(config, target, settings, network, token_ids)
+        self._confidence = settings.confidence
+
+    def _corrections(self, blocks: Blocks, at: tuple[Tensor, Tensor]) -> list[Product]:
+        head = self.network.markov_head
+        if head is None:
+            return []
+        inner = head.inner(blocks.previous, blocks.states)
+        return [(inner.flatten(0, 1)[at], head.markov_w2.weight)]
+
+    def _further(
+        self, blocks: Blocks, at: tuple[Tensor, Tensor], scored: Scored, weights: Tensor
+    ) -> tuple[Tensor, dict[str, float]]:
+        logits = self.network.confidence_logits(blocks.states, blocks.previous)
+        if logits is None:
+            return super()._further(blocks, at, scored, weights)
+        losses = chance_loss(logits.flatten(0, 1)[at], scored.chances.clamp(0, 1))
+        loss = (losses * weights).sum()
+        return self._confidence * loss, {"confidence": float(loss.detach())}
+
+
+def make(
+    config: DFlashConfig, target: TargetView, settings: DSparkTraining, start: Start
+) -> DSparkObjective:
+    """The method's objective; see ``objective.make_objective``.
+
+    A fresh sequential head begins with corrections of zero.
+
+    Raises:
+        DrafterError: the target lacks the layers that the drafter reads.
+        OptionError: the config has no confidence head and its loss a weight.
+    """
+    if not config.confidence_head and settings.confidence:
+        raise OptionError(
+            f"confidence is {settings.confidence} and the drafter has no confidence head; set "
+            "confidence to 0, or give the drafter one (confidence_head)."
+        )
+    network = DSparkNetwork(config)
+    token_ids = begin_block(network, "dspark", target, settings, start)
+    head = network.markov_head
+    if head is not None and start.tensors is None:
+        torch.nn.init.zeros_(head.markov_w2.weight)
+    return DSparkObjective(config, target, settings, network, token_ids)
