@@ -187,6 +187,13 @@ class _Run:
         self._longest = 0.0
 
     def run(self) -> Outcome:
+        try:
+            return self._run()
+        finally:
+            if self._log is not None:
+                self._log.close()
+
+    def _run(self) -> Outcome:
         last: StepReport | None = None
         ending: Ending = "complete"
         held_out: Mapping[str, float] | None = None
@@ -202,8 +209,6 @@ class _Run:
         self._save()
         if last is not None:
             held_out = self._measure()
-        if self._log is not None:
-            self._log.close()
         return Outcome(ending, self._progress, self._job.num_steps, last, held_out)
 
     def _taken_up(self) -> Progress:
