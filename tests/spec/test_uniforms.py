@@ -62,3 +62,32 @@ def test_a_seed_gives_the_same_decisions_and_another_seed_others() -> None:
     assert draws(1) != draws(2)
     assert all(0 <= uniform < 1 for uniform in draws(3))
     assert abs(sum(draws(4)) / 100 - 0.5) < 0.15
+
+
+def laws(size: int) -> list[torch.Tensor]:
+    """Flat, peaked, with holes, and with all mass at one place."""
+    generator = torch.Generator().manual_seed(size)
+    made = [(torch.randn(size, generator=generator) * scale).softmax(0) for scale in (0.1, 3, 30)]
+    holed = made[1].clone()
+    holed[torch.rand(size, generator=generator) < 0.999] = 0
+    holed[size // 2] = 0.25
+    return [*made, holed, *(torch.eye(size)[at] for at in (0, 255, 256, size - 1))]
+
+
+@pytest.mark.parametrize("size", [4096, 4097, 5000, 9_999])
+def test_compiled_inverse_is_the_plain_one(size: int) -> None:
+    uniforms = torch.rand(200, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for law in laws(size):
+        cumulative = law.cumsum(0, dtype=torch.float64)
+        for uniform in (0.0, ALMOST_ONE, *uniforms.tolist()):
+            found, plain = invert(law, uniform), invert(law, uniform, compiled=False)
+            assert law[found] > 0
+            if found != plain:  # the sums run in another order, so a border may fall to either side
+                border = cumulative[min(found, plain)] / cumulative[-1]
+                assert abs(float(border) - uniform) < 1e-12
+
+
+def test_a_law_without_mass_is_our_mistake() -> None:
+    for size in (8, 5000):
+        with pytest.raises(AssertionError, match="without any mass"):
+            invert(torch.zeros(size), 0.5)
