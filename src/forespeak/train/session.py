@@ -1,0 +1,337 @@
+"""A training run from a command's words: target, data, recipe and folder to a drafter on disk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forespeak.drafters.starting import fresh_config
+from forespeak.errors import DataError, OptionError
+from forespeak.train.batches import Collator, Order, TextSet, select_texts
+from forespeak.train.checkpoints import Identity, list_checkpoints
+from forespeak.train.devices import Devices, open_devices
+from forespeak.train.dialogues import read_samples
+from forespeak.train.export import DataFigures, export
+from forespeak.train.feature_cache import (
+    CachedFeatures,
+    CachePlan,
+    plan_cache,
+    write_cache,
+)
+from forespeak.train.features import FeatureSource, LiveFeatures, Needs
+from forespeak.train.loop import Job, Outcome, StepReport, Stop, train
+from forespeak.train.objective import (
+    Objective,
+    Start,
+    make_objective,
+    settings_class,
+    trainable,
+)
+from forespeak.train.provenance import digest_samples, provenance
+from forespeak.train.recipe import Recipe
+from forespeak.train.step_log import plot_log
+from forespeak.train.target import TrainingTarget, open_training_target, target_view
+from forespeak.train.typed_tables import build
+
+_HELD_OUT_BATCHES = 16  # measured at a time, at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a user asks for.
+
+    Attributes:
+        recipe: what to train, and how.
+        target, dtype, device, threads: the model, in which precision and where it runs.
+        data: folder of dialogues.
+        out: folder of the run and the drafter.
+        features: folder of the cache; None puts it into ``out``.
+        resume: go on with the run in ``out``; without one, begin it.
+        time_limit_s: seconds from the start of the command; None takes as long as it takes.
+    """
+
+    recipe: Recipe
+    target: str
+    data: Path
+    out: Path
+    features: Path | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    resume: bool = False
+    time_limit_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """Who is told what.
+
+    Attributes:
+        note: a sentence now and then.
+        on_texts: texts whose features are cached, of all.
+        on_step: every step.
+    """
+
+    note: Callable[[str], None] = lambda line: None
+    on_texts: Callable[[int, int], None] = lambda done, total: None
+    on_step: Callable[[StepReport], None] = lambda report: None
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A drafter.
+
+    Attributes:
+        outcome: how the run ended.
+        files: its weights; empty when the run ended before training began.
+        num_parameters: of the network.
+        picture: the plot of the log, where it was drawn.
+    """
+
+    outcome: Outcome | None
+    files: list[Path]
+    num_parameters: int
+    picture: Path | None
+
+
+def check_request(request: Request) -> None:
+    """Refuse, before anything is loaded, what cannot be.
+
+    Raises:
+        OptionError: the recipe's method or settings, the time limit or the folder.
+    """
+    objective_settings(request.recipe)
+    recipe = request.recipe
+    if request.time_limit_s is not None and request.time_limit_s <= 0:
+        raise OptionError(
+            f"The time limit is {request.time_limit_s / 60:g} minutes; allowed: above 0."
+        )
+    if recipe.schedule.follows == "time" and request.time_limit_s is None:
+        raise OptionError(
+            'schedule.follows is "time" and no time limit was given; add --time-limit MINUTES, or '
+            'take schedule.follows = "steps".'
+        )
+    out = request.out
+    if out.exists() and not out.is_dir():
+        raise OptionError(f"{out} is a file; name a folder.")
+    if not request.resume and out.is_dir() and any(out.iterdir()):
+        what = "a run" if list_checkpoints(out) else "other files"
+        raise OptionError(
+            f"{out} holds {what} already; go on with it by --resume, or name a new folder."
+        )
+
+
+def objective_settings(recipe: Recipe) -> Any:
+    """The settings of a recipe's method, typed.
+
+    Raises:
+        OptionError: a method that is not trained, or a setting that it does not have.
+    """
+    trainable(recipe.method)
+    return build(settings_class(recipe.method), recipe.objective, "objective")
+
+
+def run_request(
+    request: Request, watchers: Watchers | None = None, stop: Stop | None = None
+) -> Trained:
+    """Train, and write the drafter.
+
+    Raises:
+        OptionError, DataError, ModelError, TrainingError: see the parts.
+        OSError: the disk is full; what was saved before stays good.
+    """
+    begun = time.monotonic()
+    watchers, stop = watchers or Watchers(), stop or Stop()
+    deadline = None if request.time_limit_s is None else begun + request.time_limit_s
+    check_request(request)
+    recipe = request.recipe
+    target, devices = _opened(request)
+    data, figures = _data(request, target, watchers)
+    objective = _objective(recipe, target, data)
+    needs = Needs(objective.taps, objective.needs_hidden)
+    count = sum(parameter.numel() for parameter in objective.network.parameters())
+    watchers.note(
+        f"{recipe.method}: {count / 1e6:.2f} million parameters; {figures.trained} texts with "
+        f"{figures.supervised} tokens to predict, {figures.held_out} held out."
+    )
+    source = _source(request, target, data, needs, watchers, devices, _stopper(stop, deadline))
+    if source is None:
+        return Trained(None, [], count, None)
+    job = _job(request, target, data, figures, objective, source, devices)
+    outcome = train(job, deadline=deadline, on_step=watchers.on_step, stop=stop)
+    if devices.rank or not outcome.progress.step:
+        return Trained(outcome, [], count, None)
+    files = export(
+        request.out, objective, recipe, target.name, target.model.dtype_name, outcome, figures,
+        job.provenance,
+    )  # fmt: skip
+    return Trained(outcome, files, count, plot_log(request.out))
+
+
+def cache_features(
+    recipes: Mapping[str, Recipe],
+    request: Request,
+    folder: Path,
+    watchers: Watchers,
+    stop: Stop | None = None,
+) -> bool:
+    """Write the features that some recipes need together.
+
+    Args:
+        recipes: by name; all must have the same ``data.max_length``.
+        request: target and data.
+        folder: of the cache.
+        watchers: told of the size before it starts, and of progress.
+        stop: asked after every shard.
+
+    Returns:
+        Whether all are there.
+
+    Raises:
+        OptionError, DataError, ModelError: see the parts.
+    """
+    lengths = {name: recipe.data.max_length for name, recipe in recipes.items()}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise OptionError(
+            f"Recipes that share features cut texts to one length; data.max_length is {shown}. "
+            "Give all the same with --set data.max_length=N."
+        )
+    target, _ = _opened(request)
+    data, _ = _data(request, target, watchers)
+    wanted = [_objective(recipe, target, data) for recipe in recipes.values()]
+    needs = Needs(
+        tuple(sorted({tap for objective in wanted for tap in objective.taps})),
+        any(objective.needs_hidden for objective in wanted),
+    )
+    stopper = _stopper(stop or Stop(), None)
+    return _fill_cache(folder, target, data, needs, watchers, stopper)
+
+
+def _opened(request: Request) -> tuple[TrainingTarget, Devices]:
+    target = open_training_target(
+        request.target, dtype=request.dtype, device=request.device, threads=request.threads
+    )
+    devices, device = open_devices(target.device)
+    return replace(target, device=device), devices
+
+
+def _data(
+    request: Request, target: TrainingTarget, watchers: Watchers
+) -> tuple[TextSet, DataFigures]:
+    if target.tokenizer is None:
+        raise DataError(
+            f"{target.name} has no tokenizer, which dialogues are rendered with; put the tokenizer "
+            "files beside the weights."
+        )
+    read = read_samples(request.data, target.tokenizer)
+    refused = sum(read.refused.values())
+    for reason, count in read.refused.items():
+        watchers.note(f"{count} dialogues are left out: {reason}.")
+    data = select_texts(read.samples, request.recipe.data, request.recipe.seed)
+    supervised = sum(end - begin for n in data.trained for begin, end in data.spans[n])
+    figures = DataFigures(
+        request.data.name, len(data.trained), len(data.held_out), data.too_short, refused,
+        supervised, digest_samples(read.samples),
+    )  # fmt: skip
+    return data, figures
+
+
+def _objective(recipe: Recipe, target: TrainingTarget, data: TextSet) -> Objective:
+    dtype = torch.bfloat16 if recipe.compute.dtype == "bfloat16" else torch.float32
+    config = fresh_config(recipe.method, target.config, recipe.drafter_changes())
+    generator = torch.Generator().manual_seed(recipe.seed)
+    start = Start(generator, token_ids=_draft_vocabulary(config, target, data))
+    return make_objective(
+        recipe.method, config, target_view(target, dtype=dtype), objective_settings(recipe), start
+    )
+
+
+def _draft_vocabulary(config: Any, target: TrainingTarget, data: TextSet) -> torch.Tensor | None:
+    """The tokens that the target writes most, rising; ties and words never seen by lower id."""
+    size, vocab_size = config.draft_vocab_size, target.config.vocab_size
+    if size is None or size == vocab_size:
+        return None
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for number in data.trained:
+        text = torch.tensor(data.texts[number])
+        for begin, end in data.spans[number]:
+            counts += torch.bincount(text[begin:end], minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def _source(
+    request: Request,
+    target: TrainingTarget,
+    data: TextSet,
+    needs: Needs,
+    watchers: Watchers,
+    devices: Devices,
+    stopper: Callable[[], bool],
+) -> FeatureSource | None:
+    """Where features come from; None when the run was stopped while they were written."""
+    if not needs.taps and not needs.hidden:
+        return LiveFeatures(target.model, data.texts, needs)
+    if request.recipe.data.features == "live" and request.features is None:
+        return LiveFeatures(target.model, data.texts, needs)
+    folder = request.features or request.out / "features"
+    whole = True
+    if devices.rank == 0:
+        whole = _fill_cache(folder, target, data, needs, watchers, stopper)
+    if devices.add_numbers([float(not whole)])[0]:
+        return None
+    return CachedFeatures(folder, target.model, data.texts, needs)
+
+
+def _fill_cache(
+    folder: Path,
+    target: TrainingTarget,
+    data: TextSet,
+    needs: Needs,
+    watchers: Watchers,
+    stopper: Callable[[], bool],
+) -> bool:
+    plan: CachePlan = plan_cache(folder, target.model, data.texts, needs)
+    if plan.done < plan.total:
+        watchers.note(
+            f"Features of {plan.total - plan.done} texts go to {folder}: "
+            f"{plan.num_bytes / 1e9:.2f} GB, {plan.bytes_per_token} bytes a token."
+        )
+    return write_cache(
+        folder, target.model, data.texts, needs, target=target.name, on_texts=watchers.on_texts,
+        should_stop=stopper,
+    )  # fmt: skip
+
+
+def _stopper(stop: Stop, deadline: float | None) -> Callable[[], bool]:
+    return lambda: stop.wanted or (deadline is not None and time.monotonic() > deadline)
+
+
+def _job(
+    request: Request,
+    target: TrainingTarget,
+    data: TextSet,
+    figures: DataFigures,
+    objective: Objective,
+    source: FeatureSource,
+    devices: Devices,
+) -> Job:
+    recipe = request.recipe
+    lengths = [len(text) for text in data.texts]
+    order = Order(data.trained, lengths, recipe.batch, recipe.seed)
+    held_out: list[tuple[int, ...]] = []
+    if data.held_out:
+        aside = Order(data.held_out, lengths, replace(recipe.batch, micro_batches=1), recipe.seed)
+        steps = min(aside.num_steps(1), _HELD_OUT_BATCHES)
+        held_out = [aside.step(step)[0] for step in range(steps)]
+    return Job(
+        recipe=recipe, objective=objective, order=order,
+        collator=Collator(data, source, target.device), held_out=held_out, out=request.out,
+        identity=Identity(target.name, target.model.dtype_name, figures.digest),
+        device=target.device, devices=devices, provenance=provenance(target.device),
+    )  # fmt: skip
