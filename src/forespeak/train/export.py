@@ -108,7 +108,7 @@ def model_card(
         "",
         f"Proposes tokens that {target} verifies: the text is the target's own, sooner.",
         "",
-        f'    forespeak generate "Hello" --target {target} --method {recipe.method} --drafter FOLDER',
+        f"    forespeak generate --target {target} --method {recipe.method} --drafter .",
         "",
         "| | |",
         "| --- | --- |",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -119,6 +120,8 @@ def check_request(request: Request) -> None:
     out = request.out
     if out.exists() and not out.is_dir():
         raise OptionError(f"{out} is a file; name a folder.")
+    if os.environ.get("RANK", "0") != "0":
+        return  # the first of several processes looks, before it writes
     if not request.resume and out.is_dir() and any(out.iterdir()):
         what = "a run" if list_checkpoints(out) else "other files"
         raise OptionError(

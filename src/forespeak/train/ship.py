@@ -44,10 +44,8 @@ def split_weights(folder: Path, megabytes: int) -> list[Path]:
         _save(folder / name, {key: tensors[key] for key in group})
     places = {key: name for name, group in zip(names, groups, strict=True) for key in group}
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    write_json_whole(
-        folder / INDEX,
-        {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))},
-    )
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    write_json_whole(folder / INDEX, index)
     for path in before:
         if path.name not in names:
             path.unlink()
