@@ -17,10 +17,12 @@ from forespeak.train.objective import (
     make_objective,
     settings_class,
 )
+from forespeak.train.objectives.dspark import DSparkObjective
 from forespeak.train.objectives.eagle import EagleTraining
 from forespeak.train.objectives.eagle3 import Eagle3Training
 from forespeak.train.objectives.medusa import MedusaTraining
 from forespeak.train.rows import find_guesses
+from forespeak.train.sts import calibrate
 from tests.tiny import random_weights, run, tiny_config, tiny_decoder
 from tests.train.training import batch_of, seeded, tiny_view, view_of
 
@@ -186,6 +188,19 @@ def test_noise_comes_from_the_generator():
         batch = answered(objective)
         totals = [objective.loss(batch, seeded(seed)).total for seed in (0, 0, 1)]
         assert torch.equal(totals[0], totals[1]) and not torch.equal(totals[0], totals[2])
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_confidences_are_calibrated_on_held_out_texts(greedy: bool):
+    objective = fresh("dspark", num_anchors=8)
+    assert isinstance(objective, DSparkObjective)
+    batch = answered(objective)
+    logits, accepted = objective.observed(batch, seeded(), greedy=greedy)
+    assert logits.shape == (len(accepted), 7) and len(accepted) == 4 * 8
+    short = logits.isnan().sum(1)
+    assert bool((accepted <= 7 - short).all()) and bool(logits[:, 0].isfinite().all())
+    found = calibrate(logits, accepted)
+    assert replace(objective.config, temperatures=found.temperatures).temperatures
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,12 @@ class BlockObjective(Objective):
         self._shift = 0 if config.sample_from_anchor else 1
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Loss:
+        return self.loss_of(batch, self.draw(batch, generator))
+
+    def draw(self, batch: Batch, generator: torch.Generator) -> Guesses:
+        """Blocks at random roots of each text."""
         every = find_guesses(batch, self.config.max_depth)
-        return self.loss_of(batch, _drawn(every, self._settings.num_anchors, generator))
+        return _drawn(every, self._settings.num_anchors, generator)
 
     def loss_of(self, batch: Batch, guesses: Guesses) -> Loss:
         """The loss of given blocks, whose roots are the tokens after the starts."""

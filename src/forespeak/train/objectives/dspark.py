@@ -21,8 +21,8 @@ from forespeak.drafters.dspark import DSparkNetwork
 from forespeak.errors import OptionError
 from forespeak.formats.dflash_config import DFlashConfig
 from forespeak.train.laws import Scored
-from forespeak.train.losses import Product, chance_loss
-from forespeak.train.objective import Start, TargetView
+from forespeak.train.losses import HIT, Mix, Product, chance_loss
+from forespeak.train.objective import Batch, Start, TargetView
 from forespeak.train.objectives.dflash import BlockObjective, Blocks, BlockSettings, begin_block
 
 
@@ -78,6 +78,42 @@ class DSparkObjective(BlockObjective):
         losses = chance_loss(logits.flatten(0, 1)[at], scored.chances.clamp(0, 1))
         loss = (losses * weights).sum()
         return self._confidence * loss, {"confidence": float(loss.detach())}
+
+    @torch.no_grad()
+    def observed(
+        self, batch: Batch, generator: torch.Generator, *, greedy: bool
+    ) -> tuple[Tensor, Tensor]:
+        """What ``sts.calibrate`` reads, of blocks of held-out texts.
+
+        Args:
+            batch: the texts.
+            generator: draws anchors, and whether drafts are accepted where not ``greedy``.
+            greedy: a draft is accepted when the best word is the one that stands in the text, as in
+                greedy decoding of texts that were written so; False draws it by the overlap of the
+                laws, as at temperature 1.
+
+        Returns:
+            [N, D] logits of the confidences, NaN where a text ends sooner; [N] accepted drafts.
+        """
+        guesses = self.draw(batch, generator)
+        blocks = self._run(batch, guesses)
+        at = blocks.slots[guesses.start], guesses.depth + self._shift
+        products = [(blocks.states.flatten(0, 1)[at], self._score.head)]
+        products += self._corrections(blocks, at)
+        weights = torch.ones(len(guesses.start), device=batch.tokens.device)
+        scored = self._score(products, guesses, weights, batch, Mix(hard=1.0))
+        happened = scored.numbers[:, HIT] > 0
+        if not greedy:
+            drawn = torch.rand(len(weights), generator=generator).to(weights.device)
+            happened = drawn < scored.chances
+        logits = self.network.confidence_logits(blocks.states, blocks.previous)
+        assert logits is not None, "there is no confidence head"
+        shape = (len(guesses.places), guesses.num_depths)
+        table, run = torch.full(shape, torch.nan), torch.zeros(shape, dtype=torch.long)
+        place = guesses.start.cpu(), guesses.depth.cpu()
+        table[place] = logits.flatten(0, 1)[at].float().cpu()
+        run[place] = happened.long().cpu()
+        return table, run.cumprod(1).sum(1)
 
 
 def make(
