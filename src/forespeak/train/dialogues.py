@@ -245,7 +245,8 @@ def manifest_from(values: object, place: str) -> Manifest:
             f"{place} has version {values['version']}; allowed: {VERSION}. Make the dialogues "
             "again with this version of forespeak, or use the version that made them."
         )
-    return Manifest(**{name: values[name] for name in kinds})
+    found = {name: values[name] for name in kinds}
+    return Manifest(**found | {name: tuple(found[name]) for name in ("prompts", "excluded")})
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
