@@ -39,7 +39,19 @@ def fresh_config(method: str, target: ModelConfig, changes: Mapping[str, str]) -
     if method not in startable():
         raise OptionError(unknown_choice("Method to start a drafter of", method, startable()))
     family = import_module(FAMILIES[method])
-    config = family.CONFIGS[method].for_target(target)
+    return with_changes(family.CONFIGS[method].for_target(target), changes)
+
+
+def with_changes(config: Any, changes: Mapping[str, str]) -> Any:
+    """A config dataclass with some fields changed.
+
+    Args:
+        config: any.
+        changes: fields (``layers.num_layers`` for one inside) and their values as text.
+
+    Raises:
+        OptionError: no such field, or a value of another kind.
+    """
     for name, text in changes.items():
         config = _changed(config, name.split("."), text, name)
     return config

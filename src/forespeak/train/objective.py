@@ -15,14 +15,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forespeak.drafters.loader import named
+from forespeak.drafters.starting import fresh_config
 from forespeak.errors import OptionError, unknown_choice
-from forespeak.formats.drafters import D2T
+from forespeak.formats.drafters import D2T, FAMILIES
 from forespeak.models.config import ModelConfig
 
 
@@ -116,10 +118,13 @@ class Objective(ABC):
         taps: 0-based target layers whose outputs it reads, in the order of ``Batch.taps``.
         needs_hidden: it reads ``Batch.hidden``.
         token_ids: [Vd] target ids of the draft vocabulary, None for the whole.
+        progress: share of the run that is done, 0 to 1; the loop sets it before each step, for
+            weights that change on the way.
     """
 
     network: nn.Module
     config: Any
+    progress: float = 0.0
     taps: tuple[int, ...] = ()
     needs_hidden: bool = True
     token_ids: Tensor | None = None
@@ -150,18 +155,22 @@ class Trainable:
         makes: ``module:function`` from (config, target, settings, start) to an objective.
         settings: ``module:class`` of its settings, a frozen dataclass whose fields all have
             defaults.
+        starts: ``module:function`` from (the target's ModelConfig, changes as text) to the config
+            of what is trained; empty takes ``starting.fresh_config``.
         writes: ``module:function`` that writes (folder, config, tensors); empty takes the family's
             ``write``.
     """
 
     makes: str
     settings: str
+    starts: str = ""
     writes: str = ""
 
 
-def _entry(module: str, settings: str, writes: str = "") -> Trainable:
+def _entry(module: str, settings: str, *, own_files: bool = False) -> Trainable:
     place = f"forespeak.train.objectives.{module}"
-    return Trainable(makes=f"{place}:make", settings=f"{place}:{settings}", writes=writes)
+    own = {"starts": f"{place}:start_config", "writes": f"{place}:write"} if own_files else {}
+    return Trainable(makes=f"{place}:make", settings=f"{place}:{settings}", **own)
 
 
 TRAINABLE: Mapping[str, Trainable] = {
@@ -172,8 +181,9 @@ TRAINABLE: Mapping[str, Trainable] = {
     "eagle3": _entry("eagle3", "Eagle3Training"),
     "dflash": _entry("dflash", "DFlashTraining"),
     "dspark": _entry("dspark", "DSparkTraining"),
+    "draft_model": _entry("draft_model", "DraftModelTraining", own_files=True),
 }
-"""Methods that are trained, by name. A drafter's config comes from ``starting.fresh_config``."""
+"""What is trained, by name."""
 
 
 def trainable(method: str) -> Trainable:
@@ -195,6 +205,33 @@ def settings_class(method: str) -> type[Any]:
     """
     found: type[Any] = named(trainable(method).settings)
     return found
+
+
+def drafter_config(method: str, target: ModelConfig, changes: Mapping[str, str]) -> Any:
+    """The config of what is trained.
+
+    Args:
+        method: a name of ``TRAINABLE``.
+        target: what it is for.
+        changes: fields of the config (``layers.num_layers`` for one inside), values as text.
+
+    Raises:
+        OptionError: no such method or field, or a value of another kind.
+    """
+    starts = trainable(method).starts
+    return named(starts)(target, changes) if starts else fresh_config(method, target, changes)
+
+
+def write_drafter(method: str, folder: Path, config: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Write what was trained, in its canonical layout.
+
+    Args:
+        method: a name of ``TRAINABLE``.
+        folder: is made.
+        config, tensors: ``Objective.config`` and ``Objective.tensors()``, in any float dtype.
+    """
+    writes = trainable(method).writes or f"{FAMILIES[method]}:write"
+    named(writes)(folder, config, tensors)
 
 
 def make_objective(

@@ -1,0 +1,94 @@
+"""A whole decoder as a torch module with gradients, for models that are trained themselves.
+
+Parameter names are those of Hugging Face checkpoints, so ``state_dict`` is what a model folder
+holds. B texts, S tokens, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forespeak.formats.drafter_files import write_drafter_files
+from forespeak.formats.layer_fields import layer_fields
+from forespeak.models.blocks import DecoderLayer, Linear, RMSNorm, blank
+from forespeak.models.config import ModelConfig
+from forespeak.train.attention import CausalAttention, Rotations
+from forespeak.train.objective import TargetView
+
+
+class _Trunk(nn.Module):
+    """Everything below the head."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        unset = torch.empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=unset)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class DecoderNetwork(nn.Module):
+    """A decoder of the built-in families. Parameters are NaN until they are loaded.
+
+    Args:
+        config: its sizes.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = _Trunk(config)
+        self.lm_head: nn.Linear | None = None
+        if not config.tie_word_embeddings:
+            self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._rotations: Rotations | None = None
+        blank(self)
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H] of the logits; the embedding where they are tied."""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens [B, S] to states [B, S, H] after the final norm."""
+        trunk = self.model
+        if self._rotations is None:
+            self._rotations = Rotations(self.config, tokens.device)
+        rotation = self._rotations(torch.arange(tokens.shape[1]))
+        attend = CausalAttention(self.config)
+        x: Tensor = trunk.embed_tokens(tokens)
+        for index, layer in enumerate(trunk.layers):
+            x = layer(x, index, rotation, attend)
+        states: Tensor = trunk.norm(x)
+        return states
+
+
+def weights_of(target: TargetView) -> dict[str, Tensor]:
+    """A target's weights under HF names, float32 on the CPU, all its layers."""
+    found = {"model.embed_tokens.weight": target.embedding, "model.norm.weight": target.norm}
+    if not target.config.tie_word_embeddings:
+        found["lm_head.weight"] = target.head
+    for number in range(target.config.num_layers):
+        for name, tensor in target.layers[number].items():
+            found[f"model.layers.{number}.{name}"] = tensor
+    return {name: tensor.detach().to("cpu", torch.float32) for name, tensor in found.items()}
+
+
+def write_model(folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor]) -> None:
+    """A model folder in Hugging Face format, without a tokenizer.
+
+    Args:
+        folder: is made.
+        config: of the model.
+        tensors: under HF names.
+    """
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    values = layer_fields(config)
+    architecture = names.get(str(values["model_type"]), "MiMo")
+    write_drafter_files(
+        folder, {"architectures": [f"{architecture}ForCausalLM"], **values}, tensors
+    )
