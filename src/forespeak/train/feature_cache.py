@@ -98,7 +98,7 @@ def write_cache(
     target: str = "",
     on_texts: OnTexts | None = None,
     should_stop: Callable[[], bool] = lambda: False,
-    shard_bytes: int = _SHARD_BYTES,
+    shard_bytes: int | None = None,
 ) -> bool:
     """Write the features that a folder lacks; what is there stays.
 
@@ -107,7 +107,7 @@ def write_cache(
         target: the model's name, for people.
         on_texts: told after every shard.
         should_stop: asked after every shard.
-        shard_bytes: about the size of a shard.
+        shard_bytes: about the size of a shard; None takes 256 MiB.
 
     Returns:
         Whether all are there.
@@ -123,11 +123,11 @@ def write_cache(
         probe = _flat([_probe(model, needs)], needs)
         write_whole(folder / "probe.safetensors", lambda part: save_file(probe, part))
         write_json_whole(folder / "manifest.json", _new_manifest(model, needs, target))
-    manifest, first = _read_manifest(folder), plan.done
+    manifest, first, most = _read_manifest(folder), plan.done, shard_bytes or _SHARD_BYTES
     needs = _needs_of(manifest)
     while first < len(texts):
         end, size = first, 0
-        while end < len(texts) and (end == first or size < shard_bytes):
+        while end < len(texts) and (end == first or size < most):
             size += len(texts[end]) * plan.bytes_per_token
             end += 1
         chosen = texts[first:end]

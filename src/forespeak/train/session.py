@@ -38,6 +38,7 @@ from forespeak.train.recipe import Recipe
 from forespeak.train.step_log import plot_log
 from forespeak.train.target import TrainingTarget, open_training_target, target_view
 from forespeak.train.typed_tables import build
+from forespeak.train.vocabulary import choose_words, count_tokens
 
 _HELD_OUT_BATCHES = 16  # measured at a time, at most
 
@@ -256,16 +257,13 @@ def _objective(recipe: Recipe, target: TrainingTarget, data: TextSet) -> Objecti
 
 
 def _draft_vocabulary(config: Any, target: TrainingTarget, data: TextSet) -> torch.Tensor | None:
-    """The tokens that the target writes most, rising; ties and words never seen by lower id."""
-    size, vocab_size = config.draft_vocab_size, target.config.vocab_size
-    if size is None or size == vocab_size:
+    """The words that the target writes most, and those that end a text."""
+    size = config.draft_vocab_size
+    if size is None or size == target.config.vocab_size:
         return None
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for number in data.trained:
-        text = torch.tensor(data.texts[number])
-        for begin, end in data.spans[number]:
-            counts += torch.bincount(text[begin:end], minlength=vocab_size)
-    return counts.argsort(descending=True, stable=True)[:size].sort().values
+    texts = [(data.texts[number], data.spans[number]) for number in data.trained]
+    counts = count_tokens(texts, target.config.vocab_size)
+    return choose_words(counts, size, always=target.config.eos_token_ids).token_ids
 
 
 def _source(

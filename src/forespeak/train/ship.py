@@ -17,6 +17,7 @@ from forespeak.train.atomic import write_json_whole, write_whole
 
 INDEX = "model.safetensors.index.json"
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+MEGABYTE = 10**6
 _HEADER_BYTES = 64 * 1024  # of a shard, kept free for names and offsets
 
 
@@ -35,7 +36,7 @@ def split_weights(folder: Path, megabytes: int) -> list[Path]:
     files = open_drafter_files(folder)
     tensors = {name: t.contiguous() for name, t in files.read(files.shapes).items()}
     before = {path for path in folder.glob("*.safetensors")}
-    limit = megabytes * 10**6
+    limit = megabytes * MEGABYTE
     if all(path.stat().st_size <= limit for path in before):
         return sorted(before)
     groups = _groups(tensors, limit - _HEADER_BYTES, megabytes)
