@@ -189,3 +189,15 @@ def test_every_parameter_learns(p: Plan):
     assert torch.isfinite(loss.total) and 1 <= loss.acceptance_length <= 12 and loss.weight > 0
     for name, parameter in objective.network.named_parameters():
         assert parameter.grad is not None and bool(parameter.grad.abs().sum() > 0), name
+
+
+@pytest.mark.parametrize("p", PLANS)
+def test_bfloat16_products_give_nearly_the_same(p: Plan):
+    objective, _ = begun(p)
+    batch = texts_for(tiny_decoder(p.target), objective)
+    exact = objective.loss(batch, seeded())
+    with torch.autocast("cpu", torch.bfloat16):
+        near = objective.loss(batch, seeded())
+    near.total.backward()
+    assert float(near.total.detach()) == pytest.approx(float(exact.total.detach()), rel=0.05)
+    assert all(p.grad is not None for p in objective.network.parameters())

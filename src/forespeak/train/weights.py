@@ -40,12 +40,14 @@ def begin(
     if size is None:
         return tensors, None
     ids = start.token_ids if stored is None else draft_token_ids(stored)
+    vocab_size = target.config.vocab_size
+    if ids is None and size == vocab_size:
+        ids = torch.arange(size)
     if ids is None:
         raise OptionError(
             f"draft_vocab_size is {size} and no vocabulary of that size was given; count the "
             "tokens of the training texts first, or leave draft_vocab_size out."
         )
-    vocab_size = target.config.vocab_size
     rising = len(ids) == size and bool((ids[1:] > ids[:-1]).all())
     if not rising or not 0 <= int(ids[0]) <= int(ids[-1]) < vocab_size:
         raise OptionError(
