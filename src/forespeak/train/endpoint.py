@@ -50,7 +50,11 @@ class EndpointSettings:
     first_wait_s: float = 0.5
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            url = httpx.URL()
+        if url.scheme not in ("http", "https") or not url.host:
             raise OptionError(
                 f"--endpoint {self.url!r} is no address; allowed: http:// or https://, such as "
                 "http://localhost:8000/v1."
@@ -198,8 +202,6 @@ class EndpointAnswers:
         url = self._settings.url.rstrip("/") + "/chat/completions"
         try:
             response = await client.post(url, json=body)
-        except httpx.InvalidURL as error:
-            raise OptionError(f"--endpoint {self._settings.url} is no address ({error}).") from None
         except httpx.TransportError as error:
             raise _Passing(str(error) or type(error).__name__) from None
         status = response.status_code
