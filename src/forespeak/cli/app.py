@@ -21,6 +21,7 @@ from forespeak.cli.init import init
 from forespeak.cli.inspect import inspect
 from forespeak.cli.methods import methods
 from forespeak.cli.models import models
+from forespeak.cli.train import features, train
 from forespeak.errors import ForespeakError
 
 INPUT_FAULT = 2
@@ -39,7 +40,7 @@ def build() -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback()(_root)
-    for command in (generate, chat, compare, demo, methods, init, inspect):
+    for command in (generate, chat, compare, demo, methods, init, inspect, features, train):
         app.command()(takes_groups(command))
     app.add_typer(data(), name="data")
     app.add_typer(models(), name="models")
@@ -95,7 +96,19 @@ def execute(arguments: Sequence[str]) -> int:
 
 
 def _help_hint(arguments: Sequence[str]) -> str:
-    names = ("generate", "chat", "compare", "demo", "methods", "init", "inspect", "data", "models")
+    names = (
+        "generate",
+        "chat",
+        "compare",
+        "demo",
+        "methods",
+        "init",
+        "inspect",
+        "data",
+        "models",
+        "features",
+        "train",
+    )
     command = next((argument for argument in arguments if argument in names), None)
     return f"See `forespeak {command} --help`." if command else "See `forespeak --help`."
 

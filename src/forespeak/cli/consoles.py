@@ -6,7 +6,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
@@ -93,6 +93,34 @@ def progress(what: str, total: int) -> Iterator[Bar]:
         *columns, console=err(), transient=True, disable=not sys.stderr.isatty()
     ) as drawn:
         yield Bar(drawn, drawn.add_task(what, total=total))
+
+
+@contextmanager
+def filling(what: str) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr whose length shows only as it goes; nothing where there is no terminal.
+
+    Args:
+        what: shown until the first call.
+
+    Yields:
+        A function of parts done, parts in all and a line about the last of them.
+    """
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err(), transient=True, disable=not is_watched()) as drawn:
+        task = drawn.add_task(what, total=None)
+        yield lambda done, total, line: drawn.update(
+            task, completed=done, total=total, description=line
+        )
+
+
+def is_watched() -> bool:
+    """Whether stderr is a terminal."""
+    return sys.stderr.isatty()
 
 
 class Bar:

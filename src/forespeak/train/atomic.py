@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+from forespeak.errors import TrainingError
 
 PART = ".part-"
 """How names of unfinished files begin."""
@@ -18,10 +24,14 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
     Args:
         path: of the file; an old one stays until the new one is whole.
         write: gets the path to write to.
+
+    Raises:
+        OSError: it cannot be written; the old file is untouched.
     """
     part = path.with_name(PART + path.name)
     try:
-        write(part)
+        with _one_error_of_full_disks(path.parent):
+            write(part)
         _flush(part)
         os.replace(part, path)
     finally:
@@ -40,12 +50,16 @@ def fill_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     Args:
         folder: must not exist.
         fill: gets the path of the unfinished folder.
+
+    Raises:
+        OSError: it cannot be written; nothing is left.
     """
     part = folder.with_name(PART + folder.name)
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        fill(part)
+        with _one_error_of_full_disks(folder.parent):
+            fill(part)
         for path in part.iterdir():
             _flush(path)
         os.replace(part, folder)
@@ -60,6 +74,36 @@ def remove_parts(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def full_disk_said(folder: Path) -> Iterator[None]:
+    """A full disk as a sentence for people.
+
+    Raises:
+        TrainingError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise TrainingError(
+            f"{folder} cannot be written ({error.strerror}); what was there before is whole. Free "
+            "some space and go on with --resume."
+        ) from error
+
+
+@contextmanager
+def _one_error_of_full_disks(folder: Path) -> Iterator[None]:
+    """torch and safetensors have errors of their own for what the system calls ENOSPC."""
+    try:
+        yield
+    except (RuntimeError, SafetensorError) as error:
+        text = str(error)
+        if "No space left" in text or "inline_container" in text:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
+        raise
 
 
 def _put(path: Path, text: str) -> None:
