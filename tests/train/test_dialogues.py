@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from forespeak.errors import DataError, PromptError
+from forespeak.models.loading import load_checkpoint
+from forespeak.models.tokenizer import Tokenizer
 from forespeak.train.dialogues import (
     DIALOGUES,
     MANIFEST,
@@ -207,3 +209,37 @@ def test_other_manifests(tmp_path: Path):
     (tmp_path / MANIFEST).write_text(json.dumps(values | {"version": 2}))
     with pytest.raises(DataError, match="version 2; allowed: 1"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.slow
+def test_the_real_targets_template(smollm2_path: Path):
+    tokenizer = load_checkpoint(smollm2_path).tokenizer
+    assert tokenizer is not None
+    marks = TurnMarks.of(tokenizer)
+    assert tokenizer.token(marks.end_of_answer) == tokenizer.token(marks.end_of_prompt) == END
+    pairs = [("What is 2+2?", "It is 4.\n\n- Four"), ("Écris", " Voilà ✓ "), ("Stop", "Ok")]
+    answers = [
+        (*tokenizer.encode(a, add_special_tokens=False), marks.end_of_answer) for _, a in pairs
+    ]
+    made = dialogue(*pairs, answers=tuple(answers))
+    built = build_sample(made, tokenizer, marks)
+    assert isinstance(built, Sample)
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    text = f"<|im_start|>system\n{system}{END}\n"
+    assert marks.opening_ids == tuple(ids_of(tokenizer, f"{text}<|im_start|>user\n"))
+    spans = []
+    for turn, answer in pairs:
+        text += f"<|im_start|>user\n{turn}{END}\n<|im_start|>assistant\n"
+        begin = len(ids_of(tokenizer, text))
+        text += f"{answer}{END}"
+        spans.append((begin, len(ids_of(tokenizer, text))))
+        text += "\n"
+    assert built.spans == tuple(spans)
+    assert list(built.token_ids) == ids_of(tokenizer, text.removesuffix("\n"))
+
+
+END = "<|im_end|>"
+
+
+def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
