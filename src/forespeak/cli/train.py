@@ -134,11 +134,16 @@ def train(
         return
     request = _request(resolved, data, out, target, features, resume, time_limit)
     with consoles.waiting("Checking the recipe"):
+        from forespeak.train.atomic import full_disk_said
         from forespeak.train.loop import stopping_signals
         from forespeak.train.session import check_request, run_request
 
         check_request(request)
-    with stopping_signals() as stop, _watched(resolved.method) as watchers:
+    with (
+        stopping_signals() as stop,
+        _watched(resolved.method) as watchers,
+        full_disk_said(request.out),
+    ):
         trained = run_request(request, watchers, stop)
     if output.json:
         consoles.write_json(_record(trained, request))
@@ -174,13 +179,14 @@ def features(
     read = {name: read_recipe(name, _changes(set_)) for name in recipes}
     folder = _given(out, "--out", "the folder to keep the features in")
     request = _request(next(iter(read.values())), data, folder, target, None, True, None)
+    from forespeak.train.atomic import full_disk_said
     from forespeak.train.feature_cache import check_cache
     from forespeak.train.loop import stopping_signals
     from forespeak.train.session import cache_features, objective_settings
 
     for recipe in read.values():
         objective_settings(recipe)
-    with stopping_signals() as stop, _watched("features") as watchers:
+    with stopping_signals() as stop, _watched("features") as watchers, full_disk_said(folder):
         complete = cache_features(read, request, folder, watchers, stop)
     problems = check_cache(folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
