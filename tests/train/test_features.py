@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,17 +28,18 @@ def equal(one, other) -> bool:
 def test_features_are_the_forward_of_each_text(monkeypatch):
     model = tiny_int8()
     monkeypatch.setattr("forespeak.train.features.FORWARD_TOKENS", 24)  # groups, and 40 in chunks
-    found = target_features(model, TEXTS, NEEDS)
+    found: list[Any] = list(target_features(model, TEXTS, NEEDS))
     for text, features in zip(TEXTS, found, strict=True):
-        alone = run(model, text, taps=NEEDS.taps)
+        alone: Any = run(model, text, taps=NEEDS.taps)
         assert torch.equal(features.hidden, alone.hidden.bfloat16())
         assert torch.equal(features.taps, alone.taps.bfloat16())
 
 
 def test_float_features_are_the_forward_up_to_rounding():
     model = tiny_decoder()
-    for text, features in zip(TEXTS, target_features(model, TEXTS, NEEDS), strict=True):
-        alone = run(model, text, taps=NEEDS.taps)
+    found: list[Any] = list(target_features(model, TEXTS, NEEDS))
+    for text, features in zip(TEXTS, found, strict=True):
+        alone: Any = run(model, text, taps=NEEDS.taps)
         torch.testing.assert_close(features.hidden, alone.hidden.bfloat16(), rtol=0.02, atol=1e-4)
         torch.testing.assert_close(features.taps, alone.taps.bfloat16(), rtol=0.02, atol=1e-4)
 
@@ -68,8 +71,8 @@ def test_a_part_of_the_layers(tmp_path: Path):
     model = tiny_int8()
     write_cache(tmp_path, model, TEXTS, NEEDS)
     part = Needs((2,), False)
-    (cached,) = CachedFeatures(tmp_path, model, TEXTS, part).get([3], [40])
-    (live,) = LiveFeatures(model, TEXTS, part).get([3], [40])
+    cached: Any = CachedFeatures(tmp_path, model, TEXTS, part).get([3], [40])[0]
+    live: Any = LiveFeatures(model, TEXTS, part).get([3], [40])[0]
     assert cached.hidden is None and torch.equal(cached.taps, live.taps)
     assert plan_cache(tmp_path, model, TEXTS, part).num_bytes == 0
 
@@ -128,7 +131,7 @@ def test_full_disk_keeps_the_shards_before(tmp_path: Path, monkeypatch):
 
 
 def test_no_room_is_said_before(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(feature_cache.shutil, "disk_usage", lambda path: type("U", (), {"free": 9}))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("U", (), {"free": 9}))
     with pytest.raises(OptionError, match="free some space"):
         plan_cache(tmp_path / "f", tiny_int8(), TEXTS, NEEDS)
 
