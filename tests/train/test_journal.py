@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from forespeak.errors import DataError
-from forespeak.train.journal import Journal, read_lines, write_whole
+from forespeak.train.journal import Journal, read_lines, write_lines
 
 RECORDS: list[dict[str, Any]] = [{"a": 1}, {"b": "é ✓\n\u2028"}, {"c": [1, 2, 3]}]
 
@@ -91,7 +91,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path):
     path = written(tmp_path / "j.jsonl")
     whole = path.read_bytes()
     with disk_of(1000), pytest.raises(DataError, match="cannot be written"):
-        write_whole(path, iter([b"y" * 600, b"z" * 600]))
+        write_lines(path, iter([b"y" * 600, b"z" * 600]))
     assert path.read_bytes() == whole
     assert [p.name for p in tmp_path.iterdir()] == ["j.jsonl"]
 

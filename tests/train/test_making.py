@@ -290,6 +290,14 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path: Path):
     assert content(tmp_path) == {"notes": b"mine"}
 
 
+def test_files_that_a_killed_process_did_not_finish_are_no_obstacle(tmp_path: Path):
+    (tmp_path / ".part-manifest.json").write_text("{")
+    make(tmp_path, jobs(SINGLE))
+    (tmp_path / ".part-dialogues.jsonl").write_text("{")
+    make(tmp_path, jobs(SINGLE))
+    assert sorted(content(tmp_path)) == [DIALOGUES, MANIFEST]
+
+
 def test_a_full_disk_ends_a_run_that_goes_on_later(tmp_path: Path):
     from tests.train.test_journal import disk_of
 

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from forespeak.errors import DataError
 from forespeak.models.tokenizer import Tokenizer
-from forespeak.train.journal import Line, read_lines, write_whole
+from forespeak.train.journal import Line, read_lines, write_lines
 from forespeak.train.turns import TurnMarks
 from forespeak.types import FinishReason
 
@@ -260,7 +260,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     except OSError as error:
         raise DataError(f"{folder} cannot be made ({error.strerror}); name another.") from None
     text = json.dumps(asdict(manifest), indent=2, ensure_ascii=False) + "\n"
-    write_whole(folder / MANIFEST, iter([text.encode()]))
+    write_lines(folder / MANIFEST, iter([text.encode()]))
 
 
 def read_dialogues(folder: Path, *, vocab_size: int | None = None) -> Iterator[Dialogue]:

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from forespeak.errors import DataError
+from forespeak.train.atomic import write_whole
 
 _fcntl: ModuleType | None
 try:
@@ -77,23 +78,20 @@ def to_line(record: Mapping[str, Any]) -> bytes:
     return json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
 
 
-def write_whole(path: Path, parts: Iterator[bytes]) -> None:
-    """Replace a file; it is there whole, old or new, whatever happens meanwhile.
+def write_lines(path: Path, lines: Iterator[bytes]) -> None:
+    """Replace a file by these lines, whole; whatever happens meanwhile the old one stays.
 
     Raises:
         DataError: it cannot be written.
     """
-    temporary = path.with_name(path.name + ".new")
+
+    def fill(part: Path) -> None:
+        with part.open("wb") as stream:
+            stream.writelines(lines)
+
     try:
-        with temporary.open("wb") as stream:
-            for part in parts:
-                stream.write(part)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        write_whole(path, fill)
     except OSError as error:
-        with suppress(OSError):
-            temporary.unlink()
         raise _unwritable(path, error) from None
 
 
@@ -165,7 +163,7 @@ class Journal:
             for line in stream:
                 starts.append(starts[-1] + len(line))
             if list(order) != list(range(len(starts) - 1)):
-                write_whole(self.path, (_part(stream, starts, number) for number in order))
+                write_lines(self.path, (_part(stream, starts, number) for number in order))
         self.close()
 
     def close(self) -> None:

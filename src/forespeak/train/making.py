@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from forespeak.errors import DataError
 from forespeak.models.tokenizer import Tokenizer
+from forespeak.train.atomic import PART, remove_parts
 from forespeak.train.dialogues import (
     DIALOGUES,
     MANIFEST,
@@ -103,13 +104,14 @@ def begin(folder: Path, manifest: Manifest, tokenizer: Tokenizer) -> Manifest:
         old = read_manifest(folder)
         old.check_target(tokenizer, folder)
         _refuse_other_settings(folder, old, manifest)
-    elif folder.is_dir() and any(folder.iterdir()):
+    elif folder.is_dir() and any(not one.name.startswith(PART) for one in folder.iterdir()):
         raise DataError(
             f"{folder} holds files and no {MANIFEST}; allowed: a new or empty folder, or one that "
             "this command began. Name another with --out."
         )
     elif folder.exists() and not folder.is_dir():
         raise DataError(f"{folder} is a file; name a folder with --out.")
+    remove_parts(folder)
     begun = replace(manifest, counts={}, complete=False)
     write_manifest(folder, begun)
     return begun

@@ -29,7 +29,7 @@ from forespeak.train.dialogues import (
     read_manifest,
     write_manifest,
 )
-from forespeak.train.journal import Line, parse_line, to_line, write_whole
+from forespeak.train.journal import Line, parse_line, to_line, write_lines
 from forespeak.train.prompt_sets import PromptSet
 
 _KIND = "forespeak dialogues"
@@ -49,7 +49,7 @@ def pack(folder: Path, file: Path) -> int:
         )
     header = {"kind": _KIND, "manifest": asdict(manifest)}
     lines = [to_line(header), *(to_line(_packed(one)) for one in read_dialogues(folder))]
-    write_whole(file, iter([gzip.compress(b"".join(lines), compresslevel=9, mtime=0)]))
+    write_lines(file, iter([gzip.compress(b"".join(lines), compresslevel=9, mtime=0)]))
     return file.stat().st_size
 
 
@@ -72,7 +72,7 @@ def unpack(file: Path, folder: Path, sets: Sequence[PromptSet]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise DataError(f"{folder} cannot be made ({error.strerror}); name another.") from None
-    write_whole(folder / DIALOGUES, (to_line(one.record()) for one in dialogues))
+    write_lines(folder / DIALOGUES, (to_line(one.record()) for one in dialogues))
     write_manifest(folder, manifest)  # last: a folder without it is no data
     return len(dialogues)
 
