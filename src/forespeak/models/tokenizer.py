@@ -150,6 +150,10 @@ class Tokenizer:
         )
         return text
 
+    def save(self, folder: Path) -> None:
+        """Its files, chat template included, as a model's folder has them."""
+        self._backend.save_pretrained(folder)
+
     def vocab(self) -> dict[str, int]:
         """Every token, added ones included, and its id."""
         vocabulary: dict[str, int] = self._backend.get_vocab()

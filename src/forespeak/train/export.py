@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forespeak.drafters.loader import named
-from forespeak.formats.drafters import FAMILIES
+from forespeak.models.config import ModelConfig
+from forespeak.models.tokenizer import Tokenizer
 from forespeak.train.atomic import write_json_whole, write_whole
 from forespeak.train.loop import Outcome
-from forespeak.train.objective import Objective, trainable
+from forespeak.train.objective import Objective, write_drafter
 from forespeak.train.recipe import Recipe, as_table, as_toml
 from forespeak.train.ship import remove_shards, split_weights
 
@@ -52,6 +51,7 @@ def export(
     outcome: Outcome,
     data: DataFigures,
     provenance: Mapping[str, Any],
+    tokenizer: Tokenizer | None = None,
 ) -> list[Path]:
     """Write a drafter in bfloat16.
 
@@ -63,6 +63,7 @@ def export(
         outcome: how the run ended.
         data: what it was trained on.
         provenance: see ``provenance.provenance``.
+        tokenizer: the target's, which goes with a draft model.
 
     Returns:
         The weight files.
@@ -72,8 +73,9 @@ def export(
         OSError: the disk is full.
     """
     tensors = {name: _stored(tensor) for name, tensor in objective.tensors().items()}
-    write = _writer(recipe.method)
-    write(folder, objective.config, tensors)
+    write_drafter(recipe.method, folder, objective.config, tensors)
+    if tokenizer is not None and isinstance(objective.config, ModelConfig):
+        tokenizer.save(folder)  # a model of its own, not a part of its target
     remove_shards(folder)
     files = [path for path in folder.glob("*.safetensors")]
     if recipe.save.file_megabytes:
@@ -151,11 +153,6 @@ def _ending(outcome: Outcome) -> str:
     return {
         "complete": "the whole run", "time": "the time limit came first", "signal": "stopped",
     }[outcome.ending]  # fmt: skip
-
-
-def _writer(method: str) -> Any:
-    own = trainable(method).writes
-    return named(own) if own else import_module(FAMILIES[method]).write
 
 
 def _stored(tensor: Tensor) -> Tensor:

@@ -178,7 +178,9 @@ class _Run:
         stop: Stop,
     ) -> None:
         self._job, self._deadline, self._on_step, self._stop = job, deadline, on_step, stop
-        self._optimizer = Optimizer(job.objective.network, job.recipe.optimizer)
+        self._optimizer = Optimizer(
+            job.objective.network, job.recipe.optimizer, job.objective.rates
+        )
         self._main = job.devices.rank == 0
         self._progress = self._taken_up()
         self._log = StepLog(job.out, self._progress.step) if self._main else None
@@ -232,6 +234,8 @@ class _Run:
 
     def _step(self) -> StepReport:
         job, step, begun = self._job, self._progress.step, time.monotonic()
+        job.objective.progress = self._share_done(step)
+        job.objective.progress = self._share_done(step)
         losses = self._add_up(job.order.step(step))
         total, weight, reach, *parts = job.devices.add_numbers(losses.sums)
         job.devices.add_gradients(self._optimizer.parameters)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from forespeak.drafters.starting import fresh_config
 from forespeak.errors import DataError, OptionError
 from forespeak.train.batches import Collator, Order, TextSet, select_texts
 from forespeak.train.checkpoints import Identity, list_checkpoints
@@ -29,6 +28,7 @@ from forespeak.train.loop import Job, Outcome, StepReport, Stop, train
 from forespeak.train.objective import (
     Objective,
     Start,
+    drafter_config,
     make_objective,
     settings_class,
     trainable,
@@ -172,7 +172,7 @@ def run_request(
         return Trained(outcome, [], count, None)
     files = export(
         request.out, objective, recipe, target.name, target.model.dtype_name, outcome, figures,
-        job.provenance,
+        job.provenance, target.tokenizer,
     )  # fmt: skip
     return Trained(outcome, files, count, plot_log(request.out))
 
@@ -248,7 +248,7 @@ def _data(
 
 def _objective(recipe: Recipe, target: TrainingTarget, data: TextSet) -> Objective:
     dtype = torch.bfloat16 if recipe.compute.dtype == "bfloat16" else torch.float32
-    config = fresh_config(recipe.method, target.config, recipe.drafter_changes())
+    config = drafter_config(recipe.method, target.config, recipe.drafter_changes())
     generator = torch.Generator().manual_seed(recipe.seed)
     start = Start(generator, token_ids=_draft_vocabulary(config, target, data))
     return make_objective(
@@ -258,7 +258,7 @@ def _objective(recipe: Recipe, target: TrainingTarget, data: TextSet) -> Objecti
 
 def _draft_vocabulary(config: Any, target: TrainingTarget, data: TextSet) -> torch.Tensor | None:
     """The words that the target writes most, and those that end a text."""
-    size = config.draft_vocab_size
+    size = getattr(config, "draft_vocab_size", None)  # a draft model has the target's
     if size is None or size == target.config.vocab_size:
         return None
     texts = [(data.texts[number], data.spans[number]) for number in data.trained]
