@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK_NUMBERS = {"cpu": 2**22, "cuda": 2**27}  # logits of a chunk
+_CHUNK_NUMBERS = {"cpu": 2**21, "cuda": 2**27}  # logits of a chunk
 
 HARD, SOFT, KL, L1, OVERLAP, HIT = range(6)
 """Columns of the numbers that :func:`law_loss` gives for each row."""
@@ -115,7 +115,7 @@ class _LawLoss(torch.autograd.Function):
         count, width = len(states[0]), len(weights[0])
         numbers = torch.empty(count, 6, device=states[0].device)
         total = torch.zeros((), dtype=torch.float32, device=states[0].device)
-        step = max(32, _CHUNK_NUMBERS.get(states[0].device.type, 2**22) // width)
+        step = max(32, _CHUNK_NUMBERS.get(states[0].device.type, 2**21) // width)
         with torch.autocast(states[0].device.type, enabled=False):
             for start in range(0, count, step):
                 part = slice(start, start + step)

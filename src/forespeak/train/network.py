@@ -42,7 +42,7 @@ class DecoderNetwork(nn.Module):
         super().__init__()
         self.config = config
         self.model = _Trunk(config)
-        self.lm_head: nn.Linear | None = None
+        self.lm_head: nn.Module | None = None
         if not config.tie_word_embeddings:
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
         self._rotations: Rotations | None = None
@@ -51,7 +51,9 @@ class DecoderNetwork(nn.Module):
     @property
     def head(self) -> Tensor:
         """[V, H] of the logits; the embedding where they are tied."""
-        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        head = self.model.embed_tokens if self.lm_head is None else self.lm_head
+        assert isinstance(head.weight, Tensor)
+        return head.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] to states [B, S, H] after the final norm."""
@@ -86,9 +88,12 @@ def write_model(folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor]
         config: of the model.
         tensors: under HF names.
     """
+    write_drafter_files(folder, model_fields(config), tensors)
+
+
+def model_fields(config: ModelConfig) -> dict[str, object]:
+    """config.json of a model folder."""
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     values = layer_fields(config)
     architecture = names.get(str(values["model_type"]), "MiMo")
-    write_drafter_files(
-        folder, {"architectures": [f"{architecture}ForCausalLM"], **values}, tensors
-    )
+    return {"architectures": [f"{architecture}ForCausalLM"], **values}

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -120,11 +121,13 @@ class Objective(ABC):
         token_ids: [Vd] target ids of the draft vocabulary, None for the whole.
         progress: share of the run that is done, 0 to 1; the loop sets it before each step, for
             weights that change on the way.
+        rates: learning rates relative to the run's, of parameters whose names begin so.
     """
 
     network: nn.Module
     config: Any
     progress: float = 0.0
+    rates: Mapping[str, float] = MappingProxyType({})
     taps: tuple[int, ...] = ()
     needs_hidden: bool = True
     token_ids: Tensor | None = None
@@ -181,6 +184,7 @@ TRAINABLE: Mapping[str, Trainable] = {
     "eagle3": _entry("eagle3", "Eagle3Training"),
     "dflash": _entry("dflash", "DFlashTraining"),
     "dspark": _entry("dspark", "DSparkTraining"),
+    "medusa2": _entry("medusa2", "Medusa2Training", own_files=True),
     "draft_model": _entry("draft_model", "DraftModelTraining", own_files=True),
 }
 """What is trained, by name."""

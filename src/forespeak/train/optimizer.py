@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,20 +22,28 @@ class Optimizer:
     Args:
         network: its parameters that ask for gradients.
         settings: of the recipe.
+        rates: learning rates relative to the recipe's, of parameters whose names begin so.
     """
 
-    def __init__(self, network: nn.Module, settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        network: nn.Module,
+        settings: OptimizerSettings,
+        rates: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self._settings = settings
         named = [(n, p) for n, p in network.named_parameters() if p.requires_grad]
         self.parameters = [parameter for _, parameter in named]
         uses_muon = settings.name == "muon"
-        matrices = [p for n, p in named if uses_muon and _is_matrix_inside(n, p)]
-        others = [p for n, p in named if not (uses_muon and _is_matrix_inside(n, p))]
+        matrices = [(n, p) for n, p in named if uses_muon and _is_matrix_inside(n, p)]
+        others = [(n, p) for n, p in named if not (uses_muon and _is_matrix_inside(n, p))]
         self._parts: list[tuple[torch.optim.Optimizer, float]] = []
         if others:
-            self._parts.append((_adamw(others, settings), settings.learning_rate))
+            made = _adamw(_groups(others, rates), settings)
+            self._parts.append((made, settings.learning_rate))
         if matrices:
-            self._parts.append((_muon(matrices, settings), settings.muon_learning_rate))
+            made = _muon(_groups(matrices, rates), settings)
+            self._parts.append((made, settings.muon_learning_rate))
 
     def step(self, scale: float) -> None:
         """Move along the gradients.
@@ -44,7 +53,7 @@ class Optimizer:
         """
         for part, peak in self._parts:
             for group in part.param_groups:
-                group["lr"] = peak * scale
+                group["lr"] = peak * scale * group["rate"]
             part.step()
 
     def clear(self) -> None:
@@ -98,7 +107,18 @@ def _is_matrix_inside(name: str, parameter: Tensor) -> bool:
     return parameter.ndim == 2 and not words
 
 
-def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _groups(
+    named: Iterable[tuple[str, nn.Parameter]], rates: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    """Parameters by their relative learning rate."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for name, parameter in named:
+        rate = next((rate for first, rate in rates.items() if name.startswith(first)), 1.0)
+        groups.setdefault(rate, []).append(parameter)
+    return [{"params": parameters, "rate": rate} for rate, parameters in groups.items()]
+
+
+def _adamw(parameters: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     first, second = settings.betas
     return torch.optim.AdamW(
         parameters, lr=settings.learning_rate, betas=(first, second), eps=settings.epsilon,
@@ -106,7 +126,7 @@ def _adamw(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch
     )  # fmt: skip
 
 
-def _muon(parameters: list[nn.Parameter], settings: OptimizerSettings) -> torch.optim.Optimizer:
+def _muon(parameters: list[dict[str, Any]], settings: OptimizerSettings) -> torch.optim.Optimizer:
     return torch.optim.Muon(
         parameters, lr=settings.muon_learning_rate, weight_decay=settings.weight_decay
     )

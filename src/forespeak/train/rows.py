@@ -13,7 +13,7 @@ ends with it. B texts, S tokens, n rows (guesses), N starts, D depths.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,11 @@ class Guesses:
     def labels(self, tokens: Tensor) -> Tensor:
         """[n] the true token of each guess, of tokens [B, S]."""
         return tokens.flatten()[self.law_index + 1]
+
+    def first_depth(self) -> Guesses:
+        """Those at depth 0 alone, one a start."""
+        start = torch.arange(len(self.texts), device=self.texts.device)
+        return replace(self, start=start, depth=torch.zeros_like(start), num_depths=1)
 
     def padded(self, num_texts: int) -> tuple[Tensor, Tensor]:
         """Starts text by text.
