@@ -111,6 +111,9 @@ def target_view(target: TrainingTarget, *, dtype: torch.dtype = torch.float32) -
 class LayersOnDemand(Mapping[int, Mapping[str, Tensor]]):
     """Weights of a target's layers under HF's names within a layer, read when they are asked for.
 
+    A pass over the files costs seconds: one is made for the first layer that is asked for, and one
+    for all others when a second is. They are kept as they are stored.
+
     Args:
         weights: a new pass over the target's weights.
         num_layers: of the target.
@@ -125,13 +128,17 @@ class LayersOnDemand(Mapping[int, Mapping[str, Tensor]]):
         if not 0 <= layer < self._num_layers:
             raise KeyError(layer)
         if layer not in self._read:
-            prefix = f"{_LAYERS}{layer}."
-            self._read[layer] = {
-                name.removeprefix(prefix): tensor.to(self._device, torch.float32)
-                for name, tensor in self._weights()
-                if name.startswith(prefix)
-            }
-        return self._read[layer]
+            every = range(self._num_layers)
+            self._read_layers({layer} if not self._read else set(every) - self._read.keys())
+        kept = self._read[layer]
+        return {name: t.to(self._device, torch.float32) for name, t in kept.items()}
+
+    def _read_layers(self, wanted: set[int]) -> None:
+        for name, tensor in self._weights():
+            if name.startswith(_LAYERS):
+                number, _, rest = name.removeprefix(_LAYERS).partition(".")
+                if int(number) in wanted:
+                    self._read.setdefault(int(number), {})[rest] = tensor
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self._num_layers))
