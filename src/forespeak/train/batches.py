@@ -191,10 +191,10 @@ class Collator:
         if not given:
             return None
         shape = (len(given), length, *given[0].shape[1:])
-        padded = torch.zeros(shape, dtype=torch.float32, device=self._device)
+        padded = given[0].new_zeros(shape)
         for row, part in enumerate(given):
-            padded[row, : len(part)] = part.to(self._device, torch.float32)
-        return padded
+            padded[row, : len(part)] = part
+        return padded.to(self._device).float()  # in one go, as bfloat16
 
 
 def _mixed(*numbers: int) -> int:
