@@ -14,6 +14,7 @@ from forespeak.drafters.loader import load_drafter
 from forespeak.errors import OptionError
 from forespeak.models.config import ModelConfig, weight_shapes
 from forespeak.models.decoder import Decoder
+from forespeak.train.lora import head_products
 from forespeak.train.objective import (
     Batch,
     Objective,
@@ -129,9 +130,13 @@ def test_its_folder_is_a_target_with_its_heads(tmp_path: Path, tied: bool):
     text = random_tokens(14, 7)
     with torch.no_grad():
         states = made.network.backbone(torch.tensor([text]))[0]
-        logits = torch.stack([x @ w.T for x, w in made._logits(states)]).sum(0)
+        logits = torch.stack(
+            [x @ w.T for x, w in head_products(made.network.backbone, states)]
+        ).sum(0)
         read_by_heads = made.network.heads(states[-1])
-        heads = torch.stack([x @ w.T for x, w in made._logits(read_by_heads)]).sum(0)
+        heads = torch.stack(
+            [x @ w.T for x, w in head_products(made.network.backbone, read_by_heads)]
+        ).sum(0)
     torch.testing.assert_close(run(model, text).logits, logits, atol=1e-4, rtol=1e-4)
     parts = TargetParts(model)
     drafter = load_drafter(SpeculationConfig(method="medusa", drafter=str(folder)), parts)

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forespeak.models.config import ModelConfig
 from forespeak.models.tokenizer import Tokenizer
 from forespeak.train.atomic import write_json_whole, write_whole
 from forespeak.train.loop import Outcome
-from forespeak.train.objective import Objective, write_drafter
+from forespeak.train.objective import Objective, trainable, write_drafter
 from forespeak.train.recipe import Recipe, as_table, as_toml
 from forespeak.train.ship import remove_shards, split_weights
 
@@ -63,7 +62,7 @@ def export(
         outcome: how the run ended.
         data: what it was trained on.
         provenance: see ``provenance.provenance``.
-        tokenizer: the target's, which goes with a draft model.
+        tokenizer: the target's, which goes with a model of its own.
 
     Returns:
         The weight files.
@@ -74,7 +73,7 @@ def export(
     """
     tensors = {name: _stored(tensor) for name, tensor in objective.tensors().items()}
     write_drafter(recipe.method, folder, objective.config, tensors)
-    if tokenizer is not None and isinstance(objective.config, ModelConfig):
+    if tokenizer is not None and trainable(recipe.method).writes:
         tokenizer.save(folder)  # a model of its own, not a part of its target
     remove_shards(folder)
     files = [path for path in folder.glob("*.safetensors")]

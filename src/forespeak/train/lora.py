@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forespeak.train.losses import Product
 from forespeak.train.network import DecoderNetwork
 
 _A, _B = "lora_a", "lora_b"
@@ -55,6 +56,23 @@ def add_lora(
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(module, name, LoraLinear(child, rank, alpha, generator))
+
+
+def head_products(network: DecoderNetwork, states: Tensor, *, fixed: bool = False) -> list[Product]:
+    """Products that make the logits of states [..., H], for ``losses.law_loss``.
+
+    Args:
+        network: with or without changes.
+        states: what the head reads.
+        fixed: without gradient by the head.
+    """
+    head = network.lm_head
+    if not isinstance(head, LoraLinear):
+        return [(states, network.head.detach() if fixed else network.head)]
+    first, second = head.lora_a, head.lora_b
+    if fixed:
+        first, second = first.detach(), second.detach()  # type: ignore[assignment]
+    return [(states, head.weight), (head.scale * (states @ first.T), second)]
 
 
 def merged(network: DecoderNetwork) -> dict[str, Tensor]:

@@ -57,15 +57,25 @@ class DecoderNetwork(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens [B, S] to states [B, S, H] after the final norm."""
-        trunk = self.model
+        return self.above(self.below(tokens, 0), 0)
+
+    def below(self, tokens: Tensor, count: int) -> Tensor:
+        """States [B, S, H] of tokens [B, S] after the first ``count`` layers."""
+        states: Tensor = self.model.embed_tokens(tokens)
+        return self._run(states, 0, count)
+
+    def above(self, states: Tensor, first: int) -> Tensor:
+        """States [B, S, H] after the final norm, of those that layer ``first`` reads."""
+        normed: Tensor = self.model.norm(self._run(states, first, self.config.num_layers))
+        return normed
+
+    def _run(self, states: Tensor, first: int, end: int) -> Tensor:
         if self._rotations is None:
-            self._rotations = Rotations(self.config, tokens.device)
-        rotation = self._rotations(torch.arange(tokens.shape[1]))
+            self._rotations = Rotations(self.config, states.device)
+        rotation = self._rotations(torch.arange(states.shape[1]))
         attend = CausalAttention(self.config)
-        x: Tensor = trunk.embed_tokens(tokens)
-        for index, layer in enumerate(trunk.layers):
-            x = layer(x, index, rotation, attend)
-        states: Tensor = trunk.norm(x)
+        for index in range(first, end):
+            states = self.model.layers[index](states, index, rotation, attend)
         return states
 
 

@@ -185,6 +185,7 @@ TRAINABLE: Mapping[str, Trainable] = {
     "dflash": _entry("dflash", "DFlashTraining"),
     "dspark": _entry("dspark", "DSparkTraining"),
     "medusa2": _entry("medusa2", "Medusa2Training", own_files=True),
+    "mtp_parallel_joint": _entry("mtp_parallel_joint", "JointTraining", own_files=True),
     "draft_model": _entry("draft_model", "DraftModelTraining", own_files=True),
 }
 """What is trained, by name."""

@@ -37,8 +37,8 @@ from forespeak.formats.medusa_config import MedusaConfig
 from forespeak.models.blocks import load_parameters
 from forespeak.models.config import OUR_FAMILIES, ModelConfig
 from forespeak.train.laws import GuessLoss, LawSettings, depth_weights
-from forespeak.train.lora import LoraLinear, add_lora, merged
-from forespeak.train.losses import Mix, Product
+from forespeak.train.lora import add_lora, head_products, merged
+from forespeak.train.losses import Mix
 from forespeak.train.network import DecoderNetwork, model_fields, weights_of
 from forespeak.train.objective import Batch, Loss, Objective, Start, TargetView
 from forespeak.train.rows import DraftVocabulary, find_guesses
@@ -141,16 +141,14 @@ class Medusa2Objective(Objective):
             states = self.network.backbone(batch.tokens).flatten(0, 1)
         read = self.network.heads(states[guesses.flat_starts])[guesses.start, guesses.depth]
         weights = depth_weights(guesses, settings.depth_decay)
-        logits = self._logits(read, fixed=alone)
+        logits = head_products(self.network.backbone, read, fixed=alone)
         scored = self._score(logits, guesses, weights, batch, settings.mix)
         parts = scored.by_depth(guesses) | {"heads": float(scored.total.detach())}
         total = scored.total
         if not alone:
             first = guesses.first_depth()
-            kept = self._score(
-                self._logits(states[first.law_index]), first, depth_weights(first, 1.0), batch,
-                Mix(kl=1.0),
-            )  # fmt: skip
+            now = head_products(self.network.backbone, states[first.law_index])
+            kept = self._score(now, first, depth_weights(first, 1.0), batch, Mix(kl=1.0))
             parts["divergence"] = float(kept.total.detach())
             total = kept.total + settings.heads_weight * self._ramp() * total
         length = guesses.acceptance_length(scored.chances)
@@ -158,17 +156,6 @@ class Medusa2Objective(Objective):
 
     def _ramp(self) -> float:
         return 1.0 if self._settings.ramp == "none" else math.sin(math.pi / 2 * self.progress)
-
-    def _logits(self, states: Tensor, *, fixed: bool = False) -> list[Product]:
-        """Products with the target's head and with what it changed by, without gradient by the
-        change where it is fixed."""
-        head = self.network.backbone.lm_head
-        if not isinstance(head, LoraLinear):
-            return [(states, self._score.head)]
-        first, second = head.lora_a, head.lora_b
-        if fixed:
-            first, second = first.detach(), second.detach()  # type: ignore[assignment]
-        return [(states, self._score.head), (head.scale * (states @ first.T), second)]
 
     def tensors(self) -> dict[str, Tensor]:
         """The changed target under HF names, and the heads under theirs."""
