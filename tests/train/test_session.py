@@ -128,6 +128,19 @@ def test_a_draft_model(root: Path, tmp_path: Path):
     assert one.token_ids == other.token_ids and one.stats.num_drafted > 0
 
 
+def test_a_new_target_with_heads(root: Path, tmp_path: Path):
+    recipe = tiny_recipe("medusa2", schedule={"steps": 20}, objective={"rank": 4})
+    asked, steps = request(root, recipe, out=tmp_path / "out"), Steps()
+    run_request(asked, Watchers(on_step=steps))
+    losses = [report.loss for report in steps.reports]
+    assert sum(losses[-5:]) < sum(losses[:5])
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True)
+    target = load_target(str(asked.out), threads=1)
+    one = LLM(target, method="medusa").generate("abc", params)
+    other = LLM(target, method="autoregressive").generate("abc", params)
+    assert one.token_ids == other.token_ids and one.stats.num_drafted > 0
+
+
 def test_a_tensor_that_fits_no_file(root: Path, tmp_path: Path, monkeypatch):
     asked = request(root, tiny_recipe("medusa"), out=tmp_path / "out")
     run_request(asked)
