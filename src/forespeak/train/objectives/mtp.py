@@ -35,7 +35,7 @@ from forespeak.train.attention import CausalAttention, DraftAttention, Rotations
 from forespeak.train.laws import GuessLoss, LawSettings, depth_weights
 from forespeak.train.objective import Batch, Loss, Objective, Start, TargetView
 from forespeak.train.rows import DraftVocabulary, ahead, find_guesses
-from forespeak.train.weights import begin, copied, copy_layer, last_layers, load, pass_through
+from forespeak.train.weights import Tensors, begin, load, pass_through
 
 _MOST_STEPS = 16
 ATTENTIONS = ("drafting", "whole")
@@ -175,7 +175,9 @@ def make(
 ) -> MtpObjective:
     """The method's objective; see ``objective.make_objective``.
 
-    Fresh modules start as the target's last layer, handing on the state before them.
+    Fresh modules hand on the state they read and add nothing to it yet, so that they say what the
+    target says of the place before. The target's last layer would be a bad start: it reads and adds
+    to states before the norm, which are an order of magnitude larger.
 
     Raises:
         OptionError: the modules' blocks are layers of transformers.
@@ -188,16 +190,21 @@ def make(
     tensors, token_ids = begin("mtp", config, target, start)
     if settings.from_target and start.tensors is None:
         for module in range(config.num_modules):
-            prefix = f"layers.{module}."
-            for layer in last_layers(target, 1):
-                copy_layer(tensors, f"{prefix}block.", layer)
-            name = f"{prefix}input_proj.weight"
-            first = 0 if config.hidden_first else config.hidden_size
-            tensors[name] = pass_through(tensors[name], first)
-            if not config.unit_offset:
-                tensors[f"{prefix}final_layernorm.weight"] = copied(target.norm)
+            _hand_on_state(tensors, f"layers.{module}.", config, target)
     for name in [name for name in tensors if name.startswith(("embed_tokens.", "lm_head."))]:
         del tensors[name]  # copies of the target's
     network = MtpModules(config)
     load(network, tensors, target)
     return MtpObjective(config, target, settings, network, token_ids)
+
+
+def _hand_on_state(tensors: Tensors, prefix: str, config: MtpConfig, target: TargetView) -> None:
+    first = 0 if config.hidden_first else config.hidden_size
+    name = f"{prefix}input_proj.weight"
+    tensors[name] = pass_through(tensors[name], first)
+    for name in ("block.self_attn.o_proj.weight", "block.mlp.down_proj.weight"):
+        tensors[prefix + name] = torch.zeros_like(tensors[prefix + name])
+    # The state has about the size of the final norm's weight, and is normed before and after.
+    size = float(target.norm.float().pow(2).mean().sqrt()) - float(config.unit_offset)
+    name = f"{prefix}final_layernorm.weight"
+    tensors[name] = torch.full_like(tensors[name], size)
