@@ -219,6 +219,25 @@ def test_rows_together_chunks_and_a_second_life(name: str, folders: dict[str, Pa
         torch.testing.assert_close(found[place], alone[row], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_observations_of_a_row_in_one_call(name: str, folders: dict[str, Path]) -> None:
+    text = tuple(random_tokens(12, 4))
+    output = run(target_of("float32").model, text, taps=opened(name, folders[name], 1).info.taps)
+
+    def part(first: int, last: int) -> Observation:
+        taps = None if output.taps is None else output.taps[first:last]
+        return Observation(0, text[first:last], output.hidden[first:last], taps)
+
+    laws = []
+    for calls in ([[part(0, 12)]], [[part(0, 5), part(5, 6), part(6, 12)]]):
+        drafter = opened(name, folders[name], 1)
+        drafter.admit(0)
+        for observations in calls:
+            drafter.observe(observations)
+        laws.append(first_laws(drafter, [0], [3]))
+    torch.testing.assert_close(laws[1], laws[0], atol=2e-5, rtol=1e-4)
+
+
 # Sampling against exact probabilities, with a target small enough to enumerate.
 
 EOS = 0

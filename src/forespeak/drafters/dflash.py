@@ -218,6 +218,10 @@ class DFlashDrafter(Drafter):
 
     @torch.inference_mode()
     def observe(self, observations: Sequence[Observation]) -> None:
+        if len({observation.row for observation in observations}) < len(observations):
+            for observation in observations:  # the second of a row stands after the first
+                self.observe([observation])
+            return
         features = torch.cat([self._features(observation) for observation in observations])
         fused = rms_norm(self._fc(features), self._fused_norm, self._eps)
         self._layers.append_context(

@@ -81,7 +81,8 @@ class SharedHead:
         if self._part is None:
             return self._model.head(states)
         flat = states.reshape(-1, states.shape[-1]).to(self._dtype)
-        return self._part(flat).float().view(*states.shape[:-1], -1)
+        logits = self._part(flat).float()
+        return logits.view(*states.shape[:-1], logits.shape[-1])
 
 
 class OwnHead:
@@ -99,7 +100,8 @@ class OwnHead:
     def __call__(self, states: Tensor) -> Tensor:
         """states [..., H] to logits [..., Vd] float32."""
         flat = states.reshape(-1, states.shape[-1]).to(self._dtype)
-        return self._product(flat).float().view(*states.shape[:-1], -1)
+        logits = self._product(flat).float()
+        return logits.view(*states.shape[:-1], logits.shape[-1])
 
 
 Head = SharedHead | OwnHead

@@ -94,7 +94,7 @@ class TransformersModel(TargetModel):
         states = hidden.to(device=self.device, dtype=self.dtype)
         flat = states.reshape(1, -1, states.shape[-1])
         logits: Tensor = self._head(inputs_embeds=flat, use_cache=False).logits
-        return logits.reshape(*states.shape[:-1], -1).float()
+        return logits.reshape(*states.shape[:-1], logits.shape[-1]).float()
 
     @torch.inference_mode()
     def forward(

@@ -193,7 +193,8 @@ class Decoder(TargetModel):
 
     def head(self, hidden: Tensor) -> Tensor:
         rows = hidden.to(self.dtype).reshape(-1, hidden.shape[-1])
-        return linear(rows, self._head).float().view(*hidden.shape[:-1], -1)
+        logits = linear(rows, self._head).float()
+        return logits.view(*hidden.shape[:-1], self._head.shape[0])
 
     @torch.inference_mode()
     def forward(
