@@ -54,7 +54,8 @@ for method in $METHODS; do recipes="$recipes smollm2/$method"; done
 for method in $METHODS; do
     echo "== $method"
     "$FORESPEAK" train "smollm2/$method" --data "$OUT/answers" --features "$OUT/features" \
-        --out "$OUT/runs/$method" --device "$DEVICE" --time-limit "$MINUTES" --resume
+        --out "$OUT/drafters/$method" --device "$DEVICE" --time-limit "$MINUTES" --resume \
+        --set schedule.follows=time
 done
-echo "== drafters are in $OUT/runs; compare them with"
-echo "$FORESPEAK compare --drafters $OUT/runs --prompts PROMPTS.jsonl --max-new-tokens 128"
+echo "== drafters are in $OUT/drafters; compare them with"
+echo "$FORESPEAK compare --drafters $OUT/drafters --prompts PROMPTS.jsonl --max-new-tokens 128"
