@@ -6,6 +6,7 @@ V target vocabulary, Vd draft vocabulary, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -204,7 +205,7 @@ def open_checkpoint(
         checkpoint, hidden_size=model.hidden_size, vocab_size=model.vocab_size,
         context_length=target.served_length,
     )  # fmt: skip
-    return checkpoint
+    return replace(checkpoint, target_vocab_size=model.vocab_size)
 
 
 def to_dtype(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:

@@ -72,6 +72,20 @@ class DrafterFiles:
                 found |= {name: tensors[name] for name in inside}
         return found
 
+    def rows(self, name: str) -> int:
+        """Length of a tensor's first axis.
+
+        Raises:
+            CheckpointError: it is a single number without axes.
+        """
+        shape = self.shapes[name]
+        if not shape:
+            raise CheckpointError(
+                f"{self.folder} has {name} as a single number; it must be a list or a matrix. Get "
+                "the drafter again from where it came from."
+            )
+        return shape[0]
+
     def with_prefix(self, prefix: str) -> list[str]:
         """Names that begin so, in order."""
         return sorted(name for name in self.shapes if name.startswith(prefix))
@@ -146,7 +160,7 @@ def _describe(path: Path) -> list[tuple[str, Shape, torch.dtype]]:
             found = []
             for name in file.keys():
                 part = file.get_slice(name)
-                dtype = _DTYPES.get(part.get_dtype(), torch.uint8)
+                dtype = _DTYPES.get(part.get_dtype(), torch.quint8)
                 found.append((name, tuple(part.get_shape()), dtype))
             return found
     except (SafetensorError, OSError, ValueError, KeyError, AttributeError) as error:
@@ -169,8 +183,11 @@ def _damaged(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
+# A dtype that is not here is of few bits, and quint8 stands for all of those.
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip

@@ -21,10 +21,13 @@ from torch import Tensor
 
 from forespeak.errors import CheckpointError, DrafterError
 from forespeak.formats.drafter_files import DrafterFiles, Shape, open_drafter_files
+from forespeak.formats.weights import WEIGHT_DTYPES, check_weight, dtype_name
 from forespeak.models.config import ModelConfig
 
 D2T, T2D = "d2t", "t2d"
 """A reduced draft vocabulary: target id of draft id i is i + d2t[i]; t2d marks the members."""
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class FamilyConfig(Protocol):
@@ -75,6 +78,7 @@ class DrafterCheckpoint:
         files: where the tensors are.
         changes: internal name -> what is done to a tensor when it is read, where layouts differ.
         notes: what a user should know, one sentence each.
+        target_vocab_size: of the target it is opened for, where that is known.
     """
 
     method: str
@@ -85,20 +89,26 @@ class DrafterCheckpoint:
     files: DrafterFiles
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    target_vocab_size: int | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors under their internal names, as stored (but for ``changes``).
 
         Raises:
-            CheckpointError: a file is damaged, or the vocabulary map is impossible.
+            CheckpointError: a file is damaged, a weight is none or not finite, or the vocabulary
+                map is impossible.
         """
         stored = self.files.read(self.names.values())
         found = {
             name: self.changes.get(name, _same)(stored[file_name])
             for name, file_name in self.names.items()
         }
+        for name, tensor in found.items():
+            if name not in (D2T, T2D):
+                check_weight(tensor, self.names[name], self.origin)
         if D2T in found:
-            check_vocabulary_map(found, self.config.vocab_size, self.origin)
+            vocab_size = self.config.vocab_size or self.target_vocab_size
+            check_vocabulary_map(found, vocab_size, self.origin)
         return found
 
     @property
@@ -212,7 +222,7 @@ def match_tensors(
         internal name -> name in the files, of those that are there.
 
     Raises:
-        CheckpointError: naming the tensor that is missing, unknown or of another shape.
+        CheckpointError: naming the tensor that is missing, unknown, or of another shape or kind.
     """
     found: dict[str, str] = {}
     for name, shape in {**expected, **(optional or {})}.items():
@@ -229,6 +239,7 @@ def match_tensors(
                 f"{files.folder} has {stored} of shape {list(files.shapes[stored])}; by its config "
                 f"it is {list(shape)}. Config and weights must belong together."
             )
+        _check_dtype(files, name, stored)
         found[name] = stored
     taken = set(found.values())
     for stored in files.shapes:
@@ -242,6 +253,18 @@ def match_tensors(
     return found
 
 
+def _check_dtype(files: DrafterFiles, name: str, stored: str) -> None:
+    """Refuse numbers that are no weights, and maps that are no whole numbers."""
+    allowed = {D2T: _INTEGERS, T2D: (torch.bool, *_INTEGERS)}.get(name, WEIGHT_DTYPES)
+    dtype = files.dtypes[stored]
+    if dtype not in allowed:
+        raise CheckpointError(
+            f"{files.folder} has {stored} as {dtype_name(dtype)}; allowed: "
+            f"{', '.join(map(dtype_name, allowed))}. Quantised weights must be dequantised first, "
+            "or take another release."
+        )
+
+
 def check_vocabulary_map(
     tensors: Mapping[str, Tensor], vocab_size: int | None, origin: Path
 ) -> None:
@@ -252,7 +275,10 @@ def check_vocabulary_map(
     """
     d2t = tensors[D2T]
     if d2t.is_floating_point() or d2t.dtype == torch.bool or d2t.ndim != 1:
-        raise CheckpointError(f"{origin}: d2t is {d2t.dtype}; expected are whole numbers.")
+        raise CheckpointError(
+            f"{origin}: d2t is {dtype_name(d2t.dtype)} of shape {list(d2t.shape)}; expected is a "
+            "list of whole numbers. Export the drafter again with its map."
+        )
     ids = draft_token_ids(d2t)
     size = len(ids)
     if vocab_size is not None and size < vocab_size and not bool(d2t.any()):
@@ -272,8 +298,16 @@ def check_vocabulary_map(
             "token. d2t holds offsets (target id = draft id + d2t), not ids."
         )
     members = tensors.get(T2D)
+    if members is not None and bool(((members != 0) & (members != 1)).any()):
+        raise CheckpointError(
+            f"{origin}: t2d has values besides 0 and 1; it says of each token of the target "
+            "whether it is a member. Export the drafter again with its map."
+        )
     if members is not None and not torch.equal(members.nonzero()[:, 0].to(ids.dtype), ids):
-        raise CheckpointError(f"{origin}: t2d marks other tokens than d2t leads to.")
+        raise CheckpointError(
+            f"{origin}: t2d marks other tokens than d2t leads to; the two must agree. Export the "
+            "drafter again with its map."
+        )
 
 
 def draft_token_ids(d2t: Tensor) -> Tensor:

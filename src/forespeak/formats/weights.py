@@ -140,6 +140,54 @@ def _iter_safetensors(path: Path) -> Iterator[tuple[str, Tensor]]:
         ) from None
 
 
+WEIGHT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Dtypes that weights may be stored in."""
+
+
+def check_weight(tensor: Tensor, name: str, origin: object) -> None:
+    """Refuse a tensor that cannot be a weight.
+
+    Args:
+        name, origin: the tensor and the files it comes from, for the message.
+
+    Raises:
+        CheckpointError: it is not dense, of another dtype, or holds a value that is not finite.
+    """
+    if not is_plain(tensor) or tensor.dtype not in WEIGHT_DTYPES:
+        kind = "" if is_plain(tensor) else f", {_unusual(tensor)}"
+        raise CheckpointError(
+            f"{origin} has {name} as {dtype_name(tensor.dtype)}{kind}; weights are dense tensors "
+            f"of {', '.join(map(dtype_name, WEIGHT_DTYPES))}. Take a release that is not quantised."
+        )
+    if not bool(torch.isfinite(tensor).all()):
+        raise CheckpointError(
+            f"{origin} has a value in {name} that is not finite. Get the drafter again from where "
+            "it came from."
+        )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Its numbers lie in memory one by one: neither sparse nor quantised nor without storage."""
+    return (
+        tensor.layout == torch.strided
+        and not (tensor.is_quantized or tensor.is_nested)
+        and tensor.device.type != "meta"
+    )
+
+
+def _unusual(tensor: Tensor) -> str:
+    if tensor.device.type == "meta":
+        return "without values (a meta tensor)"
+    if tensor.is_quantized:
+        return "quantised"
+    return "nested" if tensor.is_nested else "sparse"
+
+
 def read_torch_file(path: Path) -> dict[str, Tensor]:
     """A file of torch.save that holds a flat table of tensors; read as data, never as code.
 
@@ -167,7 +215,18 @@ def read_torch_file(path: Path) -> dict[str, Tensor]:
             f"{path} does not hold a flat table of tensors, which is expected. Use a safetensors "
             "version of the model."
         )
-    return loaded
+    for name, tensor in loaded.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"{path} has a tensor under {name!r:.80}; the names of tensors are text. Use a "
+                "safetensors version of the model."
+            )
+        if not is_plain(tensor):
+            raise CheckpointError(
+                f"{path} has {name}, {_unusual(tensor)}; allowed are dense tensors. Use a "
+                "safetensors version of the model."
+            )
+    return {name: tensor.detach() for name, tensor in loaded.items()}
 
 
 def _short(error: BaseException) -> str:

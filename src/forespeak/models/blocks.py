@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forespeak.errors import CheckpointError
+from forespeak.formats.weights import check_weight
 from forespeak.models.config import ModelConfig
 
 Rotation = tuple[Tensor, Tensor]
@@ -174,8 +175,4 @@ def check_parameters(
                 f"{origin} has {name} of shape {tuple(tensor.shape)}; expected is "
                 f"{tuple(shapes[name])}. Get the drafter again from where it came from."
             )
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(
-                f"{origin} has a value in {name} that is not finite. Get the drafter again "
-                "from where it came from."
-            )
+        check_weight(tensor, name, origin)
