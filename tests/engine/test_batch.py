@@ -30,6 +30,11 @@ METHODS: dict[str, dict[str, Any]] = {
         "method": "draft_model", "drafter": "truncate:2", "builder": "dynamic_tree",
         "node_budget": 7,
     },
+    "static": {"method": "draft_model", "drafter": "truncate:2", "builder": "static_tree"},
+    "tried": {
+        "method": "draft_model", "drafter": "truncate:2", "builder": "dynamic_tree",
+        "rule": "point_siblings",
+    },
     "cascade": {"method": "ngram+draft_model", "drafter": "truncate:2"},
 }  # fmt: skip
 PROMPTS = [tuple(random_tokens(count, count)) for count in (1, 40, 7, 19, 3, 64, 2, 11)]
@@ -77,7 +82,7 @@ def entry(kind: str, options: dict[str, Any], number: int) -> BatchText:
 
 # Methods whose draft tokens can be drawn are tried both ways.
 WAYS = [(method, "greedy") for method in METHODS]
-WAYS += [(method, "probabilistic") for method in ("chain", "cascade")]
+WAYS += [(method, "probabilistic") for method in ("chain", "static", "cascade")]
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 8])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from forespeak.errors import OptionError
+from forespeak.errors import DrafterError, OptionError
 from forespeak.spec.builders import (
     DraftPath,
     TreeShape,
@@ -230,3 +230,16 @@ def test_fitted_shape_is_the_best(accuracies: list[list[float]], budget: int) ->
     shape = fit_shape(accuracies, budget)
     best = sorted(values.values(), reverse=True)[:budget]
     assert sorted((values[path] for path in shape.paths), reverse=True) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_laws_that_are_no_numbers_are_refused(value: float, drawn: bool) -> None:
+    """They would draw the last token and accept it, or sort children before their parents."""
+    logits = torch.randn(1, 3, 9, generator=torch.Generator().manual_seed(1))
+    logits[0, 1, 4] = value
+    draws = [SeededUniforms(torch.Generator().manual_seed(1))] if drawn else None
+    with pytest.raises(DrafterError, match="no numbers"):
+        build_chain([1], DenseLaws(logits), None, [0], lengths=[3], draws=draws)
+    logits[0, 1, 4] = float("-inf")  # an impossible token is none of these
+    build_chain([1], DenseLaws(logits), None, [0], lengths=[3], draws=draws)

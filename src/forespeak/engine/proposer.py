@@ -16,7 +16,7 @@ from forespeak.engine.shapes import read_shape
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.spec import builders
 from forespeak.spec.builders import DraftProcess, TreeShape, fit_shape
-from forespeak.spec.tree import CandidateTree, cut
+from forespeak.spec.tree import CandidateTree
 from forespeak.spec.uniforms import Uniforms
 from forespeak.types import DenseLaws, Frontier, Laws, Observation, SpeculationConfig
 
@@ -106,13 +106,33 @@ class Proposer:
     def propose(self, request: DraftRequest) -> list[CandidateTree]:
         """A tree for each row; root only where the drafter has nothing or the limit is 0."""
         if max(request.limits) < 1:
-            return [CandidateTree((root,), (-1,)) for root in request.roots]
+            return [_root_alone(root) for root in request.roots]
         if self._drafter.info.point_mass:  # nothing to draw and nothing to process
             request = DraftRequest(request.rows, request.roots, request.limits)
-        trees = self._builder(self._timed, self._settings, request, self._vocab_size)
-        if len(set(request.limits)) > 1:  # trees were built for the row that has most left
-            trees = [_within(t, limit) for t, limit in zip(trees, request.limits, strict=True)]
-        return trees
+        if self.builder == "chain":  # its lengths are each row's own
+            return self._build(request)
+        # The best tree of a smaller depth is no part of that of a larger one: rows that have less
+        # left than a whole tree are built apart, so that each gets the tree it would have alone.
+        deepest = self._deepest
+        groups: dict[int, list[int]] = {}
+        for slot, limit in enumerate(request.limits):
+            groups.setdefault(min(limit, deepest), []).append(slot)
+        trees: dict[int, CandidateTree] = {}
+        for depth, slots in groups.items():
+            part = _part(request, slots)
+            built = self._build(part) if depth > 0 else [_root_alone(root) for root in part.roots]
+            trees |= dict(zip(slots, built, strict=True))
+        return [trees[slot] for slot in range(len(request.rows))]
+
+    def _build(self, request: DraftRequest) -> Trees:
+        return self._builder(self._timed, self._settings, request, self._vocab_size)
+
+    @property
+    def _deepest(self) -> int:
+        """Longest path of a whole tree."""
+        if self._settings.tree_shape is not None:
+            return read_shape(self._settings.tree_shape).depth
+        return _given(self._settings.tree_depth)
 
 
 class Cascade:
@@ -157,10 +177,8 @@ class Cascade:
         return trees
 
 
-def _within(tree: CandidateTree, limit: int) -> CandidateTree:
-    """The tree without what lies deeper. Depth is no draw, so this cut keeps to law 3."""
-    depths = tree.depths()
-    return tree if max(depths) <= limit else cut(tree, [depth <= limit for depth in depths])
+def _root_alone(root: int) -> CandidateTree:
+    return CandidateTree((root,), (-1,))
 
 
 def _part(request: DraftRequest, slots: Sequence[int]) -> DraftRequest:

@@ -50,6 +50,7 @@ def invert(law: Tensor, uniform: float, *, compiled: bool = True) -> int:
         return found
     cumulative = law.cumsum(0, dtype=torch.float64)  # [V]
     threshold = uniform * float(cumulative[-1])
+    assert threshold == threshold, "a law that is not a number"
     token = int(torch.searchsorted(cumulative, threshold, right=True))
     if token < law.shape[0] and law[token] > 0:
         return token

@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from forespeak.errors import OptionError
+from forespeak.errors import DrafterError, OptionError
 from forespeak.spec.builders.top import top_log_probs
 from forespeak.types import DenseLaws, Frontier, Laws, PointLaws
 
@@ -57,6 +57,23 @@ DraftProcess = Callable[[Tensor, Sequence[DraftPath]], Tensor]
 """Logits processors for draft rows: ([F, V] logits, F paths) -> [F, V] logits."""
 
 
+def _check_numbers(logits: Tensor) -> None:
+    """Refuse laws that are no laws: a token drawn from one would bias the text, or be kept unseen.
+
+    One pass of a sum, which NaN and inf do not leave; impossible tokens (-inf) do no harm.
+
+    Raises:
+        DrafterError: a logit is NaN or +inf.
+    """
+    total = float(logits.sum())
+    if total != total or total == float("inf"):
+        raise DrafterError(
+            "The drafter gave logits that are no numbers (NaN or infinite); its weights are "
+            "damaged or overflow in this precision. Look at it with `forespeak inspect`, or get it "
+            "again."
+        )
+
+
 class LawSource:
     """Laws below the nodes of R rows, from a drafter that gives all depths or goes step by step.
 
@@ -87,6 +104,7 @@ class LawSource:
                 "Choose the chain builder without draft sampling, processors or a confidence."
             )
         assert laws.logits.ndim == 3, laws.logits.shape
+        _check_numbers(laws.logits)
         assert len(roots) == len(rows) == laws.logits.shape[0], (roots, rows, laws.logits.shape)
         self.roots = [DraftNode(slot, 0, -1, (int(token),)) for slot, token in enumerate(roots)]
         self.max_depth = laws.logits.shape[1] if expand is None else None
@@ -184,6 +202,7 @@ class LawSource:
             )
         laws = self._expand(frontiers)
         assert laws.logits.shape[:2] == (len(nodes), 1), (laws.logits.shape, len(nodes))
+        _check_numbers(laws.logits)
         given = laws.confidences
         self._last = (tuple(nodes), None if given is None else given[:, 0])
         return laws.logits[:, 0]

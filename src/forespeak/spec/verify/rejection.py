@@ -50,7 +50,7 @@ def block(tree: CandidateTree, p: Tensor, uniforms: Uniforms) -> Verdict:
     last = len(tree) - 1
     joint = [1.0]
     for p_token, q_token in zip(p_drawn, q_drawn, strict=True):
-        joint.append(min(1.0, joint[-1] * p_token / q_token))
+        joint.append(min(joint[-1] * p_token / q_token, 1.0))
     if last == 0:
         return Verdict((0,), uniforms.choose(p[0]))
     weights = p.new_tensor(joint[:-1])[:, None]
