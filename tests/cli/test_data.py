@@ -21,6 +21,8 @@ from tests.tiny import tiny_config
 from tests.train.talking import SIZE, TOKENIZER
 from tests.train.test_endpoint import completion, serving
 
+pytestmark = pytest.mark.slow
+
 Run = Callable[..., Outcome]
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.cli.conftest import Command
 from tests.train.tiny_run import write_data, write_target
 
+pytestmark = pytest.mark.slow
+
 SHORT = (
     "--set", "schedule.steps=4", "--set", "data.min_supervised=2", "--set", "data.max_length=64",
     "--set", "batch.tokens=256", "--set", "batch.micro_batches=1", "--threads", "1",

@@ -31,6 +31,8 @@ from tests.engine.test_sampling import chi_square
 from tests.spec.exactness_cases import EXHAUSTIVE
 from tests.tiny import random_tokens, run, tiny_config, tiny_decoder, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 128
 CONFIG = tiny_config(num_layers=6, max_position_embeddings=CONTEXT, eos_token_ids=())
 V = CONFIG.vocab_size

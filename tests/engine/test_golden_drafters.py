@@ -20,7 +20,7 @@ from forespeak.sampling import SamplingParams
 from tests.drafters.golden import Case, cases, drafter_folder, load, target_of
 from tests.engine.scripted import check_counts
 
-pytestmark = [pytest.mark.golden, pytest.mark.usefixtures("one_thread")]
+pytestmark = [pytest.mark.golden, pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 SIZES = {"node_budget": 12, "tree_depth": 3, "tree_top_k": 3}
 LENGTH = 32

@@ -18,6 +18,8 @@ from forespeak.train.loop import train
 from forespeak.train.step_log import read_log
 from tests.train.stubs import Bigram, Steps, job, recipe
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 RUN = """

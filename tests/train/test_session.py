@@ -29,6 +29,8 @@ from forespeak.train.ship import split_weights
 from tests.train.stubs import KilledHere, Steps
 from tests.train.tiny_run import request, tiny_recipe, write_data, write_target
 
+pytestmark = pytest.mark.slow
+
 SETTINGS: dict[str, dict[str, Any]] = {"dflash": {"num_anchors": 8}, "dspark": {"num_anchors": 8}}
 METHODS = ("medusa", "mtp_parallel", "mtp", "eagle", "eagle3", "dflash", "dspark")
 
