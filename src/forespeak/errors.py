@@ -51,6 +51,15 @@ class TrainingError(ForespeakError):
     """Training cannot go on, or a run cannot be taken up again."""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value as it was given, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return "a number of thousands of digits"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def unknown_choice(what: str, given: str, allowed: Iterable[str]) -> str:
     """One sentence for a name that is not in a list, with the nearest name if one is near."""
     names = sorted(allowed)

@@ -180,3 +180,130 @@ def test_inspect_holds_a_map_against_the_named_target(make, tmp_path):
     )
     [problem] = inspect_drafter(str(folder), str(tmp_path / "target")).problems
     assert "leads to the token id" in problem
+
+
+# --- numbers that drive loops ---------------------------------------------------------------------
+
+NINES = ["1024", "9" * 9, "9" * 12, "9" * 30, "9" * 5000]
+NAMED_BY_NUMBER = [
+    ("medusa", "{}.0.linear.weight"), ("medusa", "0.{}.linear.weight"), ("medusa", "0.{}.weight"),
+    ("mtp", "model.mtp_layers.{}.x"), ("mtp_parallel", "heads.{}.x"), ("eagle", "layers.{}.x"),
+    ("eagle3", "layers.{}.x"), ("dflash", "layers.{}.x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("digits", NINES, ids=lambda digits: f"{len(digits)} digits")
+@pytest.mark.parametrize(("method", "name"), NAMED_BY_NUMBER)
+def test_numbers_in_names_are_bounded(make, target, method, name, digits):
+    folder = make(method)
+    put(folder, {name.format(digits): torch.zeros(2, 2)})
+    refused(folder, target, method)
+
+
+@pytest.mark.parametrize("value", [1025, 2 * 10**9, 10**30, 10**4000, -1, 0, True, "3", [3], {}])
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        ("medusa", "medusa_num_layers"), ("medusa", "medusa_num_heads"),
+        ("mtp_parallel", "num_heads"), ("mtp", "num_nextn_predict_layers"),
+        ("eagle", "num_hidden_layers"), ("dflash", "num_hidden_layers"),
+        ("dspark", "markov_rank"), ("dflash", "block_size"),
+    ],
+)  # fmt: skip
+def test_counts_in_a_config_are_bounded(make, target, method, key, value):
+    if (key, value) == ("markov_rank", 0):
+        value = -2  # no head is a size, and then its tensors are refused
+    folder = make(method)
+    settle(folder, **{key: value})
+    refused(folder, target, method)
+
+
+@pytest.mark.parametrize("key", ["num_heads", "num_hidden_layers"])
+def test_counts_of_vllms_medusa_heads_are_bounded(tmp_path: Path, target, key: str):
+    values = {"num_heads": 1, "num_hidden_layers": 1, "hidden_size": H, "vocab_size": V}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    tensors = {"blocks.0.layers.0.weight": torch.eye(H), "lm_heads.0.weight": torch.zeros(V, H)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    LLM(target, method="medusa", drafter=str(tmp_path))
+    settle(tmp_path, **{key: 2 * 10**9})
+    assert f"{key} is 2000000000" in refused(tmp_path, target, "medusa")
+
+
+# --- shapes and values that no drafter has --------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_single_number_in_the_place_of_any_tensor(make, target, method):
+    folder = make(method, draft_vocab_size="40")
+    sound = weights_of(folder)
+    places = [n for n in sound if ".1." not in n]
+    for name in [*places, "lm_head.weight", "embed_tokens.weight", "d2t", "t2d"]:
+        dtype = torch.long if name in ("d2t", "t2d") else torch.float32
+        put(folder, {name: torch.zeros((), dtype=dtype)})
+        refused(folder, target, method)
+        [file] = folder.glob("*.safetensors")
+        save_file(sound, file)
+
+
+ODD = [["llama"], [["a"]], {"a": 1}, [None], 2**70, 10**400, float("nan"), float("inf"), True, "x"]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: f"{value!r:.10}")
+@pytest.mark.parametrize(
+    "key", ["model_type", "layer_types", "rms_norm_eps", "rope_theta", "num_key_value_heads"]
+)
+@pytest.mark.parametrize("method", ["mtp", "mtp_parallel", "eagle", "eagle3", "dflash", "dspark"])
+def test_odd_values_of_layers_raise_no_other_error(make, target, method, key, value):
+    folder = make(method)
+    path = folder / "config.json"
+    values = json.loads(path.read_text())
+    inner = values.get("transformer_layer_config", values.get("layer", values))
+    (inner["rope_parameters"] if key == "rope_theta" else inner)[key] = value
+    path.write_text(json.dumps(values))
+    try:  # some layouts pass over some fields
+        LLM(target, method=method, drafter=str(folder))
+    except ForespeakError as error:
+        assert len(str(error)) < 700
+    else:
+        assert key in ("model_type", "layer_types")
+
+
+@pytest.mark.parametrize("text", ["1" + "0" * 400, "1e300", "NaN", "-1", '"x"', "null", "[1]"])
+def test_odd_temperatures(make, target, text):
+    folder = make("dspark")
+    (folder / "sts.json").write_text(f'{{"temperatures": [{", ".join([text] * 7)}]}}')
+    refused(folder, target, "dspark")
+
+
+# --- fields ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unknown_field_is_refused_with_the_nearest_names_alone(make, target, method):
+    folder = make(method)
+    settle(folder, draft_vocab_sizes=3)
+    if method == "mtp":
+        LLM(target, method=method, drafter=str(folder))  # the fields are the target's
+        return
+    said = refused(folder, target, method)
+    assert "has a field draft_vocab_sizes" in said and "allowed: draft_vocab_size," in said
+    assert len(said) - len(str(folder)) < 420
+
+
+@pytest.mark.parametrize("value", [[99], float("nan"), 3, "3", True, 1.5])
+def test_an_unknown_version_of_medusa(make, target, value):
+    folder = make("medusa")
+    settle(folder, version=value)
+    assert "version is" in refused(folder, target, "medusa")
+
+
+def test_the_epsilon_of_modules_is_any_number_or_left_out(make, target):
+    for value, read in ((1, 1.0), (1e-4, 1e-4), (None, 1e-6), (..., 1e-6)):
+        folder = make("mtp")
+        settle(folder, rms_norm_eps=value)
+        assert read_drafter(folder).config.rms_norm_eps == read
+        LLM(target, method="mtp", drafter=str(folder))
+    for value in (0, -1, float("nan"), "1", [1], 10**30):
+        folder = make("mtp")
+        settle(folder, rms_norm_eps=value)
+        assert "rms_norm_eps is" in refused(folder, target, "mtp")

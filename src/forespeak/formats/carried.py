@@ -17,11 +17,11 @@ import re
 from collections.abc import Iterable
 
 _CARRIED = re.compile(
-    r"medusa_head\.\d+\.\d+\.(linear\.weight|linear\.bias|weight)"
-    r"|model\.mtp_layers\.\d+\..+"
+    r"medusa_head\.\d{1,4}\.\d{1,4}\.(linear\.weight|linear\.bias|weight)"
+    r"|model\.mtp_layers\.\d{1,4}\..+"
     r"|mtp\..+"
 )
-_LAYER = re.compile(r"model\.layers\.(\d+)\..+")
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\..+")
 _JOINS = "eh_proj.weight"
 
 

@@ -123,7 +123,7 @@ def _draft_vocabulary(files: DrafterFiles, vocab_size: int) -> int | None:
     """Vd; None for the whole vocabulary, which needs no map."""
     mapped = files.shapes.get(D2T)
     if files.config.get("draft_vocab_size") is None:
-        return None if mapped is None else mapped[0]
+        return None if mapped is None else files.rows(D2T)
     size = whole_number(files, "draft_vocab_size")
     return size if size != vocab_size or mapped is not None else None
 
@@ -171,7 +171,7 @@ def _read_temperatures(folder: Path) -> tuple[float, ...]:
         return ()
     values = read_json_object(path).get("temperatures")
     if not isinstance(values, list) or any(
-        not isinstance(v, int | float) or isinstance(v, bool) for v in values
+        not isinstance(v, int | float) or isinstance(v, bool) or not abs(v) <= 1e18 for v in values
     ):
         raise CheckpointError(
             f'{path} has no list of temperatures; expected is {{"temperatures": [...]}} with a '

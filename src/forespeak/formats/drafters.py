@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forespeak.errors import CheckpointError, DrafterError
+from forespeak.errors import CheckpointError, DrafterError, shown
 from forespeak.formats.drafter_files import DrafterFiles, Shape, open_drafter_files
 from forespeak.formats.weights import WEIGHT_DTYPES, check_weight, dtype_name
 from forespeak.models.config import ModelConfig
@@ -27,7 +27,8 @@ from forespeak.models.config import ModelConfig
 D2T, T2D = "d2t", "t2d"
 """A reduced draft vocabulary: target id of draft id i is i + d2t[i]; t2d marks the members."""
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+"""Dtypes that tables of ids and offsets may be stored in."""
 
 
 class FamilyConfig(Protocol):
@@ -180,10 +181,10 @@ def read_drafter(folder: Path, *, modules: Sequence[str] | None = None) -> Draft
     for dialect in known:
         if dialect.recognises(files):
             return dialect.read(files)
-    shown = ", ".join(sorted(files.shapes)[:4])
+    first = ", ".join(sorted(files.shapes)[:4])[:200]
     raise CheckpointError(
-        f"{folder} is no drafter that is known here (its tensors begin with {shown}; config.json "
-        f"says architectures {files.config.get('architectures')!r}); known layouts: "
+        f"{folder} is no drafter that is known here (its tensors begin with {first}; config.json "
+        f"says architectures {shown(files.config.get('architectures'))}); known layouts: "
         f"{', '.join(dialect.name for dialect in known)}. Name a folder of one of these."
     )
 
@@ -246,7 +247,7 @@ def match_tensors(
         skipped = any(stored == i or (i.endswith(".") and stored.startswith(i)) for i in ignored)
         if stored not in taken and not skipped:
             raise CheckpointError(
-                f"{files.folder} has a tensor {stored}, which a drafter of this layout has no "
+                f"{files.folder} has a tensor {stored:.120}, which a drafter of this layout has no "
                 "place for; its weights would be lost. It may be of another method or a newer "
                 "release."
             )
@@ -255,7 +256,7 @@ def match_tensors(
 
 def _check_dtype(files: DrafterFiles, name: str, stored: str) -> None:
     """Refuse numbers that are no weights, and maps that are no whole numbers."""
-    allowed = {D2T: _INTEGERS, T2D: (torch.bool, *_INTEGERS)}.get(name, WEIGHT_DTYPES)
+    allowed = {D2T: INTEGERS, T2D: (torch.bool, *INTEGERS)}.get(name, WEIGHT_DTYPES)
     dtype = files.dtypes[stored]
     if dtype not in allowed:
         raise CheckpointError(

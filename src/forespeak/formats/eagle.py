@@ -186,7 +186,7 @@ def _checkpoint(
     except OptionError as error:
         raise wrong(files, str(error).rstrip(".")) from None
     expected, hidden = tensor_shapes(config), config.hidden_size
-    head_size = files.shapes.get(names.get(HEAD, HEAD), (0,))[0]
+    head_size = (files.shapes.get(names.get(HEAD, HEAD)) or (0,))[0]
     sizes = {config.vocab_size, draft_vocab_size or config.vocab_size}
     optional: dict[str, Shape] = {
         EMBED: (config.vocab_size, hidden),

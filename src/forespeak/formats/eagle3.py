@@ -244,7 +244,7 @@ def _checkpoint(
     reduced = draft_vocab_size != layers.vocab_size or D2T in files.shapes
     width = files.config.get("target_hidden_size")
     size = layers.hidden_size if width is None else whole_number(files, "target_hidden_size")
-    columns = files.shapes.get("fc.weight", (0, 0))[-1]
+    columns = (files.shapes.get("fc.weight") or (0,))[-1]
     try:
         config = Eagle3Config(
             layers=layers,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from forespeak.errors import CheckpointError
+from forespeak.errors import CheckpointError, shown
 from forespeak.formats.drafter_files import DrafterFiles, Shape
 from forespeak.formats.fields import switch, whole_number
 from forespeak.formats.layer_fields import layer_fields
@@ -61,7 +61,9 @@ def official_layers(files: DrafterFiles, layer: str) -> ModelConfig:
     """
     values = files.config
     kinds = values.get("layer_types")
-    if values.get("use_sliding_window") or (isinstance(kinds, list) and set(kinds) != {_FULL}):
+    if values.get("use_sliding_window") or (
+        isinstance(kinds, list) and any(kind != _FULL for kind in kinds)
+    ):
         raise wrong(
             files,
             "the layers have sliding windows, which the official code does not have; allowed: "
@@ -102,10 +104,11 @@ def package_layers(files: DrafterFiles, values: Mapping[str, object]) -> ModelCo
         CheckpointError: a field is wrong or asks for what these layers do not have.
     """
     family = values.get("model_type", "llama")
-    if family not in _DEFAULTS:
+    if not isinstance(family, str) or family not in _DEFAULTS:
         raise wrong(
             files,
-            f"transformer_layer_config has model_type {family!r}; allowed: {', '.join(_DEFAULTS)}",
+            f"transformer_layer_config has model_type {shown(family)}; allowed: "
+            f"{', '.join(_DEFAULTS)}",
         )
     filled = {**values, "model_type": family}
     for key, default in _DEFAULTS[str(family)].items():
@@ -128,7 +131,7 @@ def _windowed(
     if not known or len(kinds) != layers.num_layers:  # type: ignore[arg-type]
         raise wrong(
             files,
-            f"layer_types is {kinds!r}; it must be a list of {layers.num_layers} of {_FULL}, "
+            f"layer_types is {shown(kinds)}; it must be a list of {layers.num_layers} of {_FULL}, "
             f"{_SLIDING}",
         )
     slides = tuple(kind == _SLIDING for kind in kinds)  # type: ignore[attr-defined]

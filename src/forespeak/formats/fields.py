@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection
 
-from forespeak.errors import CheckpointError
+from forespeak.errors import CheckpointError, shown
 from forespeak.formats.drafter_files import DrafterFiles
+from forespeak.models.config import Fields
+
+MOST_PARTS = 1024
+"""Heads, modules or blocks that a drafter can have; a damaged number must not make millions."""
 
 BOOKKEEPING = frozenset(
     {
@@ -18,13 +23,18 @@ BOOKKEEPING = frozenset(
 
 
 def whole_number(
-    files: DrafterFiles, key: str, *, default: int | None = None, least: int = 1
+    files: DrafterFiles,
+    key: str,
+    *,
+    default: int | None = None,
+    least: int = 1,
+    most: int = 2**31 - 1,
 ) -> int:
     """A size.
 
     Args:
         default: where the field is absent or null; None means that it must be there.
-        least: smallest value allowed.
+        least, most: values allowed.
 
     Raises:
         CheckpointError: it is missing or no such number.
@@ -32,10 +42,38 @@ def whole_number(
     value = files.config.get(key)
     if value is None and default is not None:
         return default
-    if isinstance(value, int) and not isinstance(value, bool) and least <= value < 2**31:
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
         return value
-    given = repr(value) if key in files.config else "missing"
-    raise _wrong(files, f"{key} is {given}; it must be a whole number from {least} on")
+    allowed = f"from {least} on" if most >= 2**31 - 1 else f"from {least} to {most}"
+    given = shown(value) if key in files.config else "missing"
+    raise _wrong(files, f"{key} is {given}; it must be a whole number {allowed}")
+
+
+def part_number(files: DrafterFiles, digits: str, *, most: int = MOST_PARTS - 1) -> int:
+    """The number of a head, module or block in the name of a tensor.
+
+    Args:
+        digits: as in the name.
+        most: the highest that is allowed.
+
+    Raises:
+        CheckpointError: it is above that.
+    """
+    if len(digits) > len(str(most)) or int(digits) > most:
+        raise CheckpointError(
+            f"{files.folder} has tensors of a part with the number {digits:.20}; allowed: 0 to "
+            f"{most}. Get the drafter again from where it came from."
+        )
+    return int(digits)
+
+
+def positive(files: DrafterFiles, key: str, *, default: float) -> float:
+    """A number above 0; absent or null means the default.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    return Fields(files.config, str(files.folder / "config.json")).number(key, default=default)
 
 
 def switch(files: DrafterFiles, key: str, *, default: bool) -> bool:
@@ -49,7 +87,15 @@ def switch(files: DrafterFiles, key: str, *, default: bool) -> bool:
         return default
     if isinstance(value, bool):
         return value
-    raise _wrong(files, f"{key} is {value!r}; it must be true or false")
+    raise _wrong(files, f"{key} is {shown(value)}; it must be true or false")
+
+
+def nearest(given: str, known: Collection[str]) -> str:
+    """Up to ten of the names that are known, those like the given one first."""
+    near = difflib.get_close_matches(given[:80], known, n=3, cutoff=0.5)
+    listed = [*near, *(name for name in sorted(known) if name not in near)]
+    rest = len(listed) - 10
+    return ", ".join(listed[:10]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def refuse_other_fields(files: DrafterFiles, known: Collection[str], *, layout: str) -> None:
@@ -66,8 +112,8 @@ def refuse_other_fields(files: DrafterFiles, known: Collection[str], *, layout: 
     for key in files.config:
         if key not in known and key not in BOOKKEEPING and not key.startswith("_"):
             raise CheckpointError(
-                f"{files.folder / 'config.json'} has a field {key}, which a drafter of the layout "
-                f"{layout} does not have; allowed: {', '.join(sorted(known))}. Remove it if it "
+                f"{files.folder / 'config.json'} has a field {key:.80}, which a drafter of the "
+                f"layout {layout} does not have; allowed: {nearest(key, known)}. Remove it if it "
                 "changes no number, or take a drafter of a known layout."
             )
 

@@ -24,11 +24,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forespeak.errors import CheckpointError
+from forespeak.errors import CheckpointError, shown
 from forespeak.formats import medusa_vllm
 from forespeak.formats.drafter_files import DrafterFiles, write_drafter_files
 from forespeak.formats.drafters import Dialect, DrafterCheckpoint, match_tensors
-from forespeak.formats.fields import refuse_other_fields, whole_number
+from forespeak.formats.fields import MOST_PARTS, part_number, refuse_other_fields, whole_number
 from forespeak.formats.medusa_config import MedusaConfig, stored_shapes, tensor_shapes
 
 __all__ = ["CONFIGS", "DIALECTS", "MedusaConfig", "stored_shapes", "tensor_shapes", "write"]
@@ -82,6 +82,12 @@ def _is_official(files: DrafterFiles) -> bool:
 
 def _read_official(files: DrafterFiles) -> DrafterCheckpoint:
     refuse_other_fields(files, _KNOWN, layout="medusa")
+    version = files.config.get("version")
+    if version is not None and (isinstance(version, bool) or version not in ("1", "2", 1, 2)):
+        raise CheckpointError(
+            f"{files.folder / 'config.json'}: version is {shown(version)}; allowed: 1 (heads with "
+            "matrices of logits) and 2 (with the target's). Take another release."
+        )
     return _read(files, "", "medusa")
 
 
@@ -119,7 +125,10 @@ def _read(files: DrafterFiles, prefix: str, dialect: str) -> DrafterCheckpoint:
 
 def _config(files: DrafterFiles, prefix: str) -> tuple[MedusaConfig, list[str]]:
     """Sizes from the tensors; configs of releases are wrong about the number of heads."""
-    heads = {int(found[0]) for found in _matches(files, prefix, r"(\d+)\.\d+\.linear\.weight")}
+    heads = {
+        part_number(files, found[0])
+        for found in _matches(files, prefix, r"(\d+)\.\d+\.linear\.weight")
+    }
     count = len(heads)
     asked = whole_number(files, "medusa_num_heads", default=count)
     if heads != set(range(count)) or asked > count:
@@ -131,8 +140,8 @@ def _config(files: DrafterFiles, prefix: str) -> tuple[MedusaConfig, list[str]]:
     if asked < count:
         notes.append(f"The config says {asked} heads and the file holds {count}; all are used.")
     num_blocks, output = _blocks_and_output(files, prefix)
-    hidden_size = files.shapes[f"{prefix}0.0.linear.weight"][0]
-    rows = None if output is None else files.shapes[output][0]
+    hidden_size = files.rows(f"{prefix}0.0.linear.weight")
+    rows = None if output is None else files.rows(output)
     # In a target's own folder the plain keys describe the target.
     reduced = None
     if not prefix and files.config.get("draft_vocab_size") is not None:
@@ -152,10 +161,17 @@ def _config(files: DrafterFiles, prefix: str) -> tuple[MedusaConfig, list[str]]:
 
 def _blocks_and_output(files: DrafterFiles, prefix: str) -> tuple[int, str | None]:
     """Residual blocks of a head, and the tensor that its logits come from."""
-    stored = {int(found[0]) for found in _matches(files, prefix, r"0\.(\d+)\.linear\.weight")}
-    outputs = [int(found[0]) for found in _matches(files, prefix, r"0\.(\d+)\.weight")]
+    stored = {
+        part_number(files, found[0])
+        for found in _matches(files, prefix, r"0\.(\d+)\.linear\.weight")
+    }
+    outputs = [
+        part_number(files, found[0], most=MOST_PARTS)
+        for found in _matches(files, prefix, r"0\.(\d+)\.weight")
+    ]
     output: str | None = None
-    asked = whole_number(files, "medusa_num_layers", default=max(stored) + 1)
+    default = max(stored) + 1
+    asked = whole_number(files, "medusa_num_layers", default=default, most=MOST_PARTS)
     num_blocks = max([max(stored) + 1, *([] if stored != {0} or outputs else [asked])])
     if outputs:
         num_blocks, output = max(outputs), f"{prefix}0.{max(outputs)}.weight"

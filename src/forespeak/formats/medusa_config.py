@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.formats.drafter_files import Shape
 from forespeak.formats.drafters import D2T
+from forespeak.formats.fields import MOST_PARTS
 from forespeak.models.config import ModelConfig
 
 OUTPUTS = ("own", "shared", "target")
@@ -47,8 +48,10 @@ class MedusaConfig:
         if self.output not in OUTPUTS:
             raise OptionError(unknown_choice("Output of Medusa heads", self.output, OUTPUTS))
         for name in ("num_heads", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise OptionError(f"{name} is {getattr(self, name)}; allowed: 1 or more.")
+            if not 1 <= getattr(self, name) <= MOST_PARTS:
+                raise OptionError(
+                    f"{name} is {getattr(self, name)}; allowed: 1 or more, up to {MOST_PARTS}."
+                )
 
     @property
     def max_positions(self) -> int | None:

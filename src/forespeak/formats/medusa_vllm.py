@@ -21,8 +21,8 @@ from torch import Tensor
 
 from forespeak.errors import CheckpointError
 from forespeak.formats.drafter_files import DrafterFiles, Shape
-from forespeak.formats.drafters import D2T, DrafterCheckpoint, match_tensors
-from forespeak.formats.fields import refuse_other_fields, switch, whole_number
+from forespeak.formats.drafters import D2T, INTEGERS, DrafterCheckpoint, match_tensors
+from forespeak.formats.fields import MOST_PARTS, refuse_other_fields, switch, whole_number
 from forespeak.formats.medusa_config import MedusaConfig, stored_shapes
 
 _KNOWN = {
@@ -76,7 +76,7 @@ def read(files: DrafterFiles) -> DrafterCheckpoint:
         changes[D2T] = lambda token_map: token_map.long().sort().values - torch.arange(size)
         for name in names:
             if name.endswith("output.weight"):
-                whole = found.shapes.get(names[name], (0,))[0] == config.vocab_size
+                whole = found.shapes.get(names[name], ())[:1] == (config.vocab_size,)
                 changes[name] = _rows(ids[order] if whole else order)
                 if whole and config.vocab_size is not None:
                     shapes[name] = (config.vocab_size, config.hidden_size)
@@ -121,17 +121,17 @@ def _config(files: DrafterFiles, found: _Found, shared: str | None) -> MedusaCon
     borrowed = switch(files, "original_lm_head", default=False) and shared is None
     matrix = shared or "lm_heads.0.weight"
     if vocab_size is None and matrix in found.shapes:
-        vocab_size = found.shapes[matrix][0]
+        vocab_size = files.rows(found.names[matrix])
     has_bias = "blocks.0.layers.0.bias" in found.shapes
     # As in the official layout, a config may say fewer heads than there are.
-    count = whole_number(files, "num_heads")
+    count = whole_number(files, "num_heads", most=MOST_PARTS)
     while f"blocks.{count}.layers.0.weight" in found.shapes:
         count += 1
     return MedusaConfig(
         hidden_size=whole_number(files, "hidden_size"),
         vocab_size=vocab_size,
         num_heads=count,
-        num_blocks=whole_number(files, "num_hidden_layers", default=1),
+        num_blocks=whole_number(files, "num_hidden_layers", default=1, most=MOST_PARTS),
         bias=switch(files, "medusa_fc_bias", default=has_bias),
         output="target" if borrowed else "shared" if shared else "own",
         draft_vocab_size=reduced,
@@ -144,7 +144,7 @@ def _token_ids(files: DrafterFiles, found: _Found, config: MedusaConfig) -> Tens
         return None
     name = found.names[_MAP]
     ids = files.read([name])[name]
-    allowed = not ids.is_floating_point() and ids.ndim == 1 and ids.dtype != torch.bool
+    allowed = ids.dtype in INTEGERS and ids.ndim == 1
     if not allowed or len(set(ids.tolist())) != len(ids) or bool((ids < 0).any()):
         raise CheckpointError(
             f"{files.folder}: token_map is not a list of different token ids. Get the drafter "

@@ -33,11 +33,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forespeak.errors import CheckpointError
+from forespeak.errors import CheckpointError, shown
 from forespeak.formats.drafter_files import DrafterFiles, Shape, write_drafter_files
 from forespeak.formats.drafters import D2T, T2D, Dialect, DrafterCheckpoint, match_tensors
 from forespeak.formats.eagle_layers import package_layers
-from forespeak.formats.fields import refuse_other_fields, switch, whole_number
+from forespeak.formats.fields import (
+    MOST_PARTS,
+    part_number,
+    positive,
+    refuse_other_fields,
+    switch,
+    whole_number,
+)
 from forespeak.formats.layer_fields import layer_fields
 from forespeak.formats.mtp_config import (
     OUTER,
@@ -52,6 +59,8 @@ from forespeak.models.config import OUR_FAMILIES, ModelConfig
 CONFIGS = {"mtp": MtpConfig}
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# In some layouts the modules are numbered on from the layers of the target.
+_LAST_NUMBER = 4096 + MOST_PARTS
 _COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
@@ -164,8 +173,8 @@ def _read_speculators(files: DrafterFiles) -> DrafterCheckpoint:
     inner = files.config.get("transformer_layer_config")
     if not isinstance(inner, dict):
         raise CheckpointError(
-            f"{files.folder / 'config.json'}: transformer_layer_config is {inner!r}; it must be an "
-            "object. Get the file again from where it came from."
+            f"{files.folder / 'config.json'}: transformer_layer_config is {shown(inner)}; it "
+            "must be an object. Get the file again from where it came from."
         )
     if inner.get("model_type") in ("llama", "qwen3"):
         inner = layer_fields(package_layers(files, inner))  # what it leaves out is filled in
@@ -182,7 +191,11 @@ def _text_fields(files: DrafterFiles) -> Mapping[str, object]:
 
 def _numbers(files: DrafterFiles, pattern: str) -> range:
     """The numbers of the modules in the files' names, which follow each other."""
-    found = {int(match[1]) for name in files.shapes if (match := re.match(pattern, name))}
+    found = {
+        part_number(files, match[1], most=_LAST_NUMBER)
+        for name in files.shapes
+        if (match := re.match(pattern, name))
+    }
     if not found:
         return range(0)
     numbers = range(min(found), max(found) + 1)
@@ -220,25 +233,25 @@ def _config(view: DrafterFiles, layout: _Layout, numbers: range) -> MtpConfig:
     family = view.config.get("model_type")
     if not isinstance(family, str):
         raise CheckpointError(
-            f"{view.folder / 'config.json'}: model_type is {family!r}; it must be a name. Get the "
-            "file again from where it came from."
+            f"{view.folder / 'config.json'}: model_type is {shown(family)}; it must be a name. "
+            "Get the file again from where it came from."
         )
     count = _count(view, numbers)
     layer = None
     if family in OUR_FAMILIES:
         origin = str(view.folder / "config.json")
         layer = module_layer(ModelConfig.from_hf(view.config, origin=origin))
-    eps = view.config.get("rms_norm_eps", 1e-6)
     state = view.config.get("mtp_recursion_state", layout.recursion_state)
-    if not isinstance(eps, float) or state not in RECURSION_STATES:
+    if state not in RECURSION_STATES:
         raise CheckpointError(
-            f"{view.folder / 'config.json'}: rms_norm_eps is {eps!r} and mtp_recursion_state is "
-            f"{state!r}; allowed: a number, and {' or '.join(RECURSION_STATES)}."
+            f"{view.folder / 'config.json'}: mtp_recursion_state is {shown(state)}; allowed: "
+            f"{' or '.join(RECURSION_STATES)}. Correct the config."
         )
     return MtpConfig(
         model_type=family, hidden_size=whole_number(view, "hidden_size"),
-        vocab_size=whole_number(view, "vocab_size"), rms_norm_eps=eps, num_modules=count,
-        layer=layer, hidden_first=layout.hidden_first, recursion_state=str(state),
+        vocab_size=whole_number(view, "vocab_size"), num_modules=count, layer=layer,
+        rms_norm_eps=positive(view, "rms_norm_eps", default=1e-6),
+        hidden_first=layout.hidden_first, recursion_state=str(state),
         zero_first_embedding=switch(view, "mtp_zero_first_embedding", default=layout.zero_first),
         draft_vocab_size=_draft_vocab_size(view), layer_values=_layer_values(view.config),
     )  # fmt: skip
@@ -259,7 +272,7 @@ def _count(view: DrafterFiles, numbers: range) -> int:
 
 def _draft_vocab_size(view: DrafterFiles) -> int | None:
     if D2T in view.shapes:
-        held = view.shapes[D2T][0]
+        held = view.rows(D2T)
         return whole_number(view, "draft_vocab_size", default=held)
     size = whole_number(view, "draft_vocab_size", default=0)
     return size if 0 < size != view.config.get("vocab_size") else None
@@ -337,9 +350,9 @@ def _refuse_other_blocks(
     """Say what it is about a block that a layer of ours does not have."""
     for number in numbers:
         prefix = layout.block.format(number)
-        rows: Shape = files.shapes.get(f"{prefix}self_attn.q_proj.weight", (0,))
+        rows: Shape = files.shapes.get(f"{prefix}self_attn.q_proj.weight", ())
         what = None
-        if rows[0] == 2 * layer.num_heads * layer.head_dim:
+        if rows and rows[0] == 2 * layer.num_heads * layer.head_dim:
             what = "gated queries (q_proj has two rows for each), as in Qwen3-Next"
         elif any(name.startswith(f"{prefix}mlp.experts.") for name in files.shapes):
             what = "a mixture of experts"

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from forespeak.errors import DrafterError, OptionError, unknown_choice
 from forespeak.formats.drafter_files import Shape
 from forespeak.formats.drafters import D2T, T2D
+from forespeak.formats.fields import MOST_PARTS
 from forespeak.models.config import OUR_FAMILIES, ModelConfig, weight_shapes
 
 RECURSION_STATES = ("normed", "raw")
@@ -68,8 +69,10 @@ class MtpConfig:
     layer_values: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_modules < 1:
-            raise OptionError(f"num_modules is {self.num_modules}; allowed: 1 or more.")
+        if not 1 <= self.num_modules <= MOST_PARTS:
+            raise OptionError(
+                f"num_modules is {self.num_modules}; allowed: 1 or more, up to {MOST_PARTS}."
+            )
         if self.recursion_state not in RECURSION_STATES:
             raise OptionError(
                 unknown_choice("Recursion state", self.recursion_state, RECURSION_STATES)

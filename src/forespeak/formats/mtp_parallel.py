@@ -20,10 +20,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from forespeak.errors import CheckpointError, DrafterError, OptionError
+from forespeak.errors import CheckpointError, DrafterError, OptionError, shown
 from forespeak.formats.drafter_files import DrafterFiles, Shape, write_drafter_files
 from forespeak.formats.drafters import D2T, Dialect, DrafterCheckpoint, match_tensors
-from forespeak.formats.fields import refuse_other_fields, whole_number
+from forespeak.formats.fields import MOST_PARTS, refuse_other_fields, whole_number
 from forespeak.formats.layer_fields import layer_fields
 from forespeak.models.config import OUR_FAMILIES, ModelConfig, weight_shapes
 
@@ -48,8 +48,10 @@ class MtpParallelConfig:
     draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1:
-            raise OptionError(f"num_heads is {self.num_heads}; allowed: 1 or more.")
+        if not 1 <= self.num_heads <= MOST_PARTS:
+            raise OptionError(
+                f"num_heads is {self.num_heads}; allowed: 1 or more, up to {MOST_PARTS}."
+            )
         if self.trunk_layer < 0:
             raise OptionError(f"trunk_layer is {self.trunk_layer}; allowed: 0 or more.")
         if self.layer.num_layers != 1:
@@ -176,8 +178,8 @@ def _read(files: DrafterFiles) -> DrafterCheckpoint:
     sizes = files.config.get("layer")
     if not isinstance(sizes, dict):
         raise CheckpointError(
-            f"{place}: layer is {sizes!r}; it must be an object with the sizes of a decoder layer, "
-            "named as in an HF config. Get the file again from where it came from."
+            f"{place}: layer is {shown(sizes)}; it must be an object with the sizes of a decoder "
+            "layer, named as in an HF config. Get the file again from where it came from."
         )
     layer = ModelConfig.from_hf(sizes, origin=f"{place} (layer)")
     if layer.num_layers != 1:
@@ -189,7 +191,7 @@ def _read(files: DrafterFiles) -> DrafterCheckpoint:
         reduced = whole_number(files, "draft_vocab_size")
     config = MtpParallelConfig(
         layer=layer, trunk_layer=whole_number(files, "trunk_layer", least=0),
-        num_heads=whole_number(files, "num_heads"), draft_vocab_size=reduced,
+        num_heads=whole_number(files, "num_heads", most=MOST_PARTS), draft_vocab_size=reduced,
     )  # fmt: skip
     expected = stored_shapes(config)
     names = match_tensors(files, {name: name for name in expected}, expected)

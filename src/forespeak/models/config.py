@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
-from forespeak.errors import CheckpointError
+from forespeak.errors import CheckpointError, shown
 
 OUR_FAMILIES = ("llama", "mimo", "mistral", "qwen2", "qwen3")
 """Values of ``model_type`` that our own decoder runs; the adapter takes the others."""
@@ -16,8 +16,9 @@ _SAME_RULES = {"mimo": "qwen2"}  # families whose config has another's fields an
 ROPE_KINDS = ("default", "dynamic", "linear", "llama3", "yarn")
 """Rotary embedding kinds that ``rope.rope_frequencies`` knows."""
 
-# Far above any model; a damaged number must not make tables of millions of layers.
-_MOST_LAYERS = 4096
+# Far beyond any model: damaged numbers must not make millions of layers or overflow a float32.
+_MOST_LAYERS, _LEAST, _MOST = 4096, 1e-18, 1e18
+_RANGE = f"a number above 0, from {_LEAST:g} to {_MOST:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ class ModelConfig:
             CheckpointError: a field is missing, of a wrong type, or asks for something that the
                 decoder does not have.
         """
-        reader = _Fields(values, origin)
+        reader = Fields(values, origin)
         name = reader.text("model_type")
         family = _SAME_RULES.get(name, name)
         if name not in OUR_FAMILIES:
@@ -152,8 +153,8 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.k_norm.weight", (config.head_dim,)
 
 
-class _Fields:
-    """Typed access to a parsed config; each refusal is one sentence that names the file."""
+class Fields:
+    """A parsed config; each refusal is one sentence that names the file."""
 
     def __init__(self, values: Mapping[str, object], origin: str) -> None:
         self._values = values
@@ -169,7 +170,7 @@ class _Fields:
         return key in self._values
 
     def wrong(self, key: str, allowed: str) -> CheckpointError:
-        given = repr(self.get(key)) if self.has(key) else "missing"
+        given = shown(self.get(key)) if self.has(key) else "missing"
         return self.error(
             f"{key} is {given}; it must be {allowed}. Get the file again from where it came from."
         )
@@ -182,7 +183,7 @@ class _Fields:
 
     def count(self, key: str, *, most: int = 2**31) -> int:
         value = self.get(key)
-        if not _is_int(value) or not 0 < value <= most:
+        if not _is_whole(value) or not 0 < value <= most:
             raise self.wrong(key, f"a whole number from 1 to {most}")
         return value
 
@@ -201,28 +202,28 @@ class _Fields:
         value = self.get(key)
         if value is None:
             return default
-        if not _is_positive_number(value):
-            raise self.wrong(key, "a number above 0")
+        if not _is_positive(value):
+            raise self.wrong(key, _RANGE)
         return float(value)
 
     def token_id(self, key: str) -> int:
         value = self.get(key)
-        if not _is_int(value) or value < 0:
+        if not _is_whole(value) or value < 0:
             raise self.wrong(key, "a token id (a whole number, 0 or more)")
         return value
 
 
-def _is_int(value: object) -> TypeGuard[int]:
+def _is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_positive_number(value: object) -> TypeGuard[int | float]:
+def _is_positive(value: object) -> TypeGuard[int | float]:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return 0 < value < float("inf")
+    return _LEAST <= value <= _MOST
 
 
-def _refuse_what_we_lack(reader: _Fields) -> None:
+def _refuse_what_we_lack(reader: Fields) -> None:
     act = reader.get("hidden_act")
     if act not in (None, "silu"):
         raise reader.error(
@@ -240,7 +241,7 @@ def _refuse_what_we_lack(reader: _Fields) -> None:
         )
 
 
-def _num_kv_heads(reader: _Fields, family: str, num_heads: int) -> int:
+def _num_kv_heads(reader: Fields, family: str, num_heads: int) -> int:
     given = reader.optional_count("num_key_value_heads")
     if given is None:
         # transformers' classes have numbers of their own for an absent field, not for null.
@@ -255,7 +256,7 @@ def _num_kv_heads(reader: _Fields, family: str, num_heads: int) -> int:
     return given
 
 
-def _head_dim(reader: _Fields, family: str, hidden_size: int, num_heads: int) -> int:
+def _head_dim(reader: Fields, family: str, hidden_size: int, num_heads: int) -> int:
     given = reader.optional_count("head_dim")
     if given is None and family == "qwen3" and not reader.has("head_dim"):
         given = 128  # the default of transformers' class
@@ -270,7 +271,7 @@ def _head_dim(reader: _Fields, family: str, hidden_size: int, num_heads: int) ->
     return head_dim
 
 
-def _sliding(reader: _Fields, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
+def _sliding(reader: Fields, family: str, num_layers: int) -> tuple[int | None, tuple[bool, ...]]:
     """Window and the layers that have it, by the rules of transformers' classes."""
     if family == "llama":
         return None, ()
@@ -301,14 +302,14 @@ def _sliding(reader: _Fields, family: str, num_layers: int) -> tuple[int | None,
     return (window, layer_types) if any(layer_types) else (None, ())
 
 
-def _first_window_layer(reader: _Fields) -> int:
+def _first_window_layer(reader: Fields) -> int:
     value = reader.get("max_window_layers")
-    if not _is_int(value) or value < 0:
+    if not _is_whole(value) or value < 0:
         raise reader.wrong("max_window_layers", "a whole number, 0 or more")
     return value
 
 
-def _layer_types(reader: _Fields, num_layers: int) -> tuple[bool, ...] | None:
+def _layer_types(reader: Fields, num_layers: int) -> tuple[bool, ...] | None:
     """For each layer whether it slides; None when the file does not say."""
     given = reader.get("layer_types")
     if given is None:
@@ -323,7 +324,7 @@ def _layer_types(reader: _Fields, num_layers: int) -> tuple[bool, ...] | None:
     return tuple(kind == "sliding_attention" for kind in given)
 
 
-def _rope_parameters(reader: _Fields) -> dict[str, Any]:
+def _rope_parameters(reader: Fields) -> dict[str, Any]:
     """The rotary settings in the layout of transformers 5, whichever layout the file has."""
     # transformers reads both fields and lets the older one win.
     key = "rope_scaling" if reader.get("rope_scaling") else "rope_parameters"
@@ -348,13 +349,13 @@ def _rope_parameters(reader: _Fields) -> dict[str, Any]:
     _check_rope_numbers(reader, key, rope, kind)
     factors = rope.get("frequency_factors")
     if factors is not None and not (
-        isinstance(factors, list) and factors and all(map(_is_positive_number, factors))
+        isinstance(factors, list) and factors and all(map(_is_positive, factors))
     ):
         raise reader.error("the rotary frequency factors must be numbers above 0. Get it again.")
     return rope
 
 
-def _check_rope_numbers(reader: _Fields, key: str, rope: dict[str, Any], kind: str) -> None:
+def _check_rope_numbers(reader: Fields, key: str, rope: dict[str, Any], kind: str) -> None:
     needed = ["rope_theta"]
     if kind in ("dynamic", "linear", "llama3"):
         needed.append("factor")
@@ -367,11 +368,11 @@ def _check_rope_numbers(reader: _Fields, key: str, rope: dict[str, Any], kind: s
         needed += ["original_max_position_embeddings"]
         needed += [name for name in (*optional, "mscale") if rope.get(name) is not None]
     for name in needed:
-        if not _is_positive_number(rope.get(name)):
-            given = repr(rope[name]) if name in rope else "missing"
+        if not _is_positive(rope.get(name)):
+            given = shown(rope[name]) if name in rope else "missing"
             raise reader.error(
-                f"{key}: {name} is {given}; rope type {kind} needs a number above 0 there. "
-                "Get the file again from where it came from."
+                f"{key}: {name} is {given}; rope type {kind} needs {_RANGE} "
+                "there. Get the file again from where it came from."
             )
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise reader.error(
@@ -380,20 +381,20 @@ def _check_rope_numbers(reader: _Fields, key: str, rope: dict[str, Any], kind: s
         )
 
 
-def _bos(reader: _Fields, family: str) -> int | None:
+def _bos(reader: Fields, family: str) -> int | None:
     if not reader.has("bos_token_id"):
         return 1 if family in ("llama", "mistral") else None
     return None if reader.get("bos_token_id") is None else reader.token_id("bos_token_id")
 
 
-def _eos(reader: _Fields, family: str) -> tuple[int, ...]:
+def _eos(reader: Fields, family: str) -> tuple[int, ...]:
     value = reader.get("eos_token_id")
     if not reader.has("eos_token_id"):
         return (2,) if family in ("llama", "mistral") else ()
     if value is None:
         return ()
     if isinstance(value, list):
-        if not all(_is_int(item) and item >= 0 for item in value):
+        if not all(_is_whole(item) and item >= 0 for item in value):
             raise reader.wrong("eos_token_id", "a token id or a list of them")
         return tuple(dict.fromkeys(value))
     return (reader.token_id("eos_token_id"),)
