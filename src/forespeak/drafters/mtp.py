@@ -45,6 +45,7 @@ from forespeak.drafters.sharing import (
     open_checkpoint,
     shared_or_own_head,
 )
+from forespeak.drafters.starting import spread_vocabulary
 from forespeak.drafters.table import MTP
 from forespeak.errors import DrafterError
 from forespeak.formats.drafters import D2T
@@ -248,6 +249,5 @@ def random_drafter(config: MtpConfig, generator: torch.Generator) -> dict[str, T
         else:
             tensors[name] = torch.randn(shape, generator=generator) * _DEVIATION
     if config.draft_vocab_size is not None:
-        places = torch.arange(config.draft_vocab_size)
-        tensors[D2T] = places * config.vocab_size // config.draft_vocab_size - places
+        tensors[D2T] = spread_vocabulary(config.vocab_size, config.draft_vocab_size)
     return tensors

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -13,8 +15,9 @@ import torch
 from torch import Tensor
 
 from forespeak.drafters.loader import named
+from forespeak.drafters.new_sizes import check_number, check_sizes
 from forespeak.drafters.table import METHODS
-from forespeak.errors import OptionError, unknown_choice
+from forespeak.errors import ForespeakError, OptionError, unknown_choice
 from forespeak.formats.drafters import D2T, FAMILIES, DrafterCheckpoint, read_drafter
 from forespeak.models.config import ModelConfig
 
@@ -34,12 +37,15 @@ def fresh_config(method: str, target: ModelConfig, changes: Mapping[str, str]) -
             values as text.
 
     Raises:
-        OptionError: no such method or field, or a value of another kind.
+        OptionError: no such method or field, a value of another kind, or one that cannot be.
+        DrafterError: the target lacks what the drafter would read.
     """
     if method not in startable():
         raise OptionError(unknown_choice("Method to start a drafter of", method, startable()))
     family = import_module(FAMILIES[method])
-    return with_changes(family.CONFIGS[method].for_target(target), changes)
+    config = with_changes(family.CONFIGS[method].for_target(target), changes)
+    check_sizes(config, target)
+    return config
 
 
 def with_changes(config: Any, changes: Mapping[str, str]) -> Any:
@@ -65,7 +71,7 @@ def start_drafter(
     changes: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> DrafterCheckpoint:
-    """Write a drafter of random weights in its canonical layout.
+    """Write a drafter of random weights in its canonical layout, whole or not at all.
 
     Args:
         method, target, changes: see :func:`fresh_config`.
@@ -73,7 +79,8 @@ def start_drafter(
         seed: of the weights.
 
     Raises:
-        OptionError: see :func:`fresh_config`, or the folder is not empty.
+        OptionError: see :func:`fresh_config`; the folder is not empty or cannot be written; or
+            the layout has no place for a setting.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise OptionError(
@@ -85,9 +92,57 @@ def start_drafter(
     tensors: dict[str, Tensor] = named(METHODS[method].starts)(config, generator)
     if config.draft_vocab_size is not None and D2T not in tensors:
         tensors[D2T] = spread_vocabulary(target.vocab_size, config.draft_vocab_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    import_module(FAMILIES[method]).write(folder, config, tensors)
+    try:
+        _write_whole(method, folder, config, tensors, changes or {})
+    except OSError as error:
+        raise OptionError(
+            f"{folder} cannot be written ({error.strerror or error}). Name another folder."
+        ) from None
     return read_drafter(folder, modules=[FAMILIES[method]])
+
+
+def _write_whole(
+    method: str,
+    folder: Path,
+    config: Any,
+    tensors: Mapping[str, Tensor],
+    changes: Mapping[str, str],
+) -> None:
+    """Write beside the folder and read back before anything appears in its place."""
+    family = FAMILIES[method]
+    # The nearest folder that is there, so that the last step is a renaming on one disk.
+    beside = next(parent for parent in folder.absolute().parents if parent.is_dir())
+    with tempfile.TemporaryDirectory(dir=beside, prefix=".new-drafter-") as part:
+        made = Path(part) / "drafter"
+        import_module(family).write(made, config, tensors)
+        try:
+            checkpoint = read_drafter(made, modules=[family])
+            checkpoint.tensors()
+        except ForespeakError as error:
+            reason = str(error).replace(str(made), "it")
+            raise OptionError(
+                f"A drafter of method {method} with these settings could not be read back: {reason}"
+            ) from None
+        for name in changes:
+            _check_kept(name, _value(config, name), _value(checkpoint.config, name))
+        folder.mkdir(parents=True, exist_ok=True)
+        # A folder without a config is no drafter yet, so that comes last.
+        for path in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, folder / path.name)
+
+
+def _value(config: Any, name: str) -> object:
+    for part in name.split("."):
+        config = getattr(config, part, None)
+    return config
+
+
+def _check_kept(name: str, given: object, read: object) -> None:
+    if given != read:
+        raise OptionError(
+            f"{name} is {given!r}, and the files of such a drafter can only say {read!r} together "
+            "with its other settings. Leave this setting out."
+        )
 
 
 def spread_vocabulary(vocab_size: int, draft_vocab_size: int) -> Tensor:
@@ -116,6 +171,7 @@ def _changed(config: Any, path: list[str], text: str, name: str) -> Any:
             raise OptionError(f"Setting {name!r} has nothing inside; give {path[0]}=VALUE.")
         return replace(config, **{path[0]: _changed(old, path[1:], text, name)})
     value = _parsed(get_type_hints(type(config))[path[0]], text, name)
+    check_number(name, value)
     return replace(config, **{path[0]: value})
 
 

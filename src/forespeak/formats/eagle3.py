@@ -181,6 +181,13 @@ def write(folder: Path, config: Eagle3Config, tensors: Mapping[str, Tensor]) -> 
     """
     if config.fc_bias:
         raise OptionError("The speculators layout has no bias on fc; use fc_bias=false.")
+    layers = config.layers
+    if layers.model_type == "llama" and layers.attention_bias != layers.output_bias:
+        raise OptionError(
+            f"layers.attention_bias is {layers.attention_bias} and layers.output_bias is "
+            f"{layers.output_bias}; in the speculators layout a Llama layer has biases on q, k, v "
+            "and o or on none. Set both."
+        )
     stored = {name: tensors[name] for name in tensor_shapes(config)}
     if config.draft_vocab_size is not None:
         members = torch.zeros(config.vocab_size, dtype=torch.bool)

@@ -83,6 +83,11 @@ class MtpConfig:
                 f"A module's block has {layer.num_layers} layers of hidden size "
                 f"{layer.hidden_size}; it is one layer of {self.hidden_size}."
             )
+        if layer is not None and layer.vocab_size != self.vocab_size:
+            raise OptionError(
+                f"vocab_size is {self.vocab_size} and layer.vocab_size {layer.vocab_size}; both "
+                "are the target's tokens and must be equal."
+            )
 
     @classmethod
     def for_target(cls, target: ModelConfig) -> MtpConfig:
