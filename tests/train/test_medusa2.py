@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -148,7 +149,13 @@ def test_its_folder_is_a_target_with_its_heads(tmp_path: Path, tied: bool):
 
 
 def test_what_cannot_be():
-    wrong = {"rank": 0, "alpha": 0.0, "ramp": "odd", "heads_first": 1.0, "heads_rate": 0.0}
+    wrong: dict[str, Any] = {
+        "rank": 0,
+        "alpha": 0.0,
+        "ramp": "odd",
+        "heads_first": 1.0,
+        "heads_rate": 0.0,
+    }
     for name, value in wrong.items():
         with pytest.raises(OptionError, match=f"(?i){name}"):
             Medusa2Training(**{name: value})

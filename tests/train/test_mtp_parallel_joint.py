@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from forespeak.drafters.loader import load_drafter
 from forespeak.errors import OptionError
 from forespeak.models.config import ModelConfig
 from forespeak.models.decoder import Decoder
+from forespeak.train.attention import CausalAttention
 from forespeak.train.objective import (
     Start,
     drafter_config,
@@ -116,14 +118,14 @@ def test_loss_falls_and_the_folders_draft(tmp_path: Path):
     with torch.no_grad():
         trunk = network.backbone.below(batch.tokens[:1, :9], CONFIG.num_layers - 1)
         rotation = made._rotations(torch.arange(9))
-        attend = mtp_parallel_joint.CausalAttention(made.config.heads.layer)
+        attend = CausalAttention(made.config.heads.layer)
         states = network.backbone.model.norm(network.heads(trunk, rotation, attend)[0, -1])
         expected = states @ network.backbone.head.T
     torch.testing.assert_close(laws.logits[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_what_cannot_be():
-    wrong = {"rank": -1, "alpha": 0.0, "teacher": "odd", "heads_weight": 0.0}
+    wrong: dict[str, Any] = {"rank": -1, "alpha": 0.0, "teacher": "odd", "heads_weight": 0.0}
     for name, value in wrong.items():
         with pytest.raises(OptionError, match=f"(?i){name}"):
             JointTraining(**{name: value})

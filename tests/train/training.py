@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forespeak.formats.drafters import DrafterCheckpoint, read_drafter
+from forespeak.models.base import TargetModel
 from forespeak.models.config import ModelConfig
-from forespeak.models.decoder import Decoder
 from forespeak.train.objective import Batch, Objective, Start, TargetView, make_objective
 from tests.drafters import golden
 from tests.tiny import random_weights, run
@@ -36,7 +36,7 @@ def tiny_view(config: ModelConfig, seed: int = 0) -> TargetView:
 
 
 def batch_of(
-    model: Decoder,
+    model: TargetModel,
     texts: Sequence[Sequence[int]],
     supervised: Sequence[Sequence[bool]],
     taps: Sequence[int] = (),

@@ -88,7 +88,8 @@ class Row:
         speedup_quartiles: the 25th and 75th percentile of the same ratios.
         acceptance_length: tokens a round yields, bonus included.
         acceptance_rate: accepted over proposed draft tokens, bonus never included.
-        exact_match: share of prompts whose token ids equal plain decoding's.
+        exact_match: share of prompts whose token ids equal plain decoding's; None above temperature
+            0, where texts are drawn and equal ones are not promised.
         peak_memory_mb: the process's peak until this method's last answer.
     """
 
@@ -105,7 +106,7 @@ class Row:
     draft_ms: float | None
     verify_ms: float | None
     other_ms: float | None
-    exact_match: float
+    exact_match: float | None
     peak_memory_mb: float | None
     first_differences: tuple[FirstDifference, ...] = ()
 
@@ -198,6 +199,8 @@ def compare(
             assert plain is not None
             answered(plain.text)
     rows = [_row(runner, tally) for runner, tally in zip(runners, tallies, strict=True)]
+    if params.temperature > 0:
+        rows = [replace(row, exact_match=None, first_differences=()) for row in rows]
     # True of plain decoding by definition, even where prefill alone gave every answer.
     rows[0] = replace(rows[0], speedup=1.0, acceptance_length=1.0)
     return rows

@@ -55,6 +55,8 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "speed-up: median over prompts of tokens/s against plain decoding of the same prompt. "
         "acceptance length: tokens a round yields, bonus included; "
         "acceptance rate: accepted over proposed, bonus not included. "
+        "exact match: share of texts that are plain decoding's, token for token; none where texts "
+        "are drawn. "
         "outside forwards: share of a round in neither drafter nor target: trees, decisions, "
         "commits. peak MB: the whole process's, up to that method's last answer."
     ]

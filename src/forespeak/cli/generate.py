@@ -128,6 +128,8 @@ def summary(answer: Completion) -> str:
     """One line about an answer."""
     stats = answer.stats
     ended = "end of text" if answer.finish_reason == "stop" else "length limit"
+    if answer.stop_reason is not None:
+        ended = f"stop at {answer.stop_reason!r}"
     return (
         f"[{len(answer.token_ids)} tokens, {ended}; {number(decode_speed(answer), 1)} tokens/s, "
         f"first after {answer.time_to_first_token_s:.2f} s; acceptance length "

@@ -9,16 +9,19 @@ from typer import Argument, Option
 
 from forespeak.cli import consoles
 from forespeak.cli.options import DEFAULT_TARGET, OutputOptions
+from forespeak.drafters.table import METHODS
 from forespeak.errors import OptionError
+
+_STARTABLE = ", ".join(name for name, entry in METHODS.items() if entry.starts)
 
 
 def init(
-    method: Annotated[str, Argument(help="The method whose drafter to start.")],
+    method: Annotated[str, Argument(help=f"The method whose drafter to start: {_STARTABLE}.")],
     *,
     target: Annotated[
         str, Option(help="Name, folder, GGUF file or Hub id ORG/NAME of the model to draft for.")
     ] = DEFAULT_TARGET,
-    out: Annotated[Path | None, Option(help="Folder to write, new or empty.")] = None,
+    out: Annotated[Path | None, Option(help="Folder to write; must be given.")] = None,
     set_: Annotated[
         list[str] | None,
         Option(

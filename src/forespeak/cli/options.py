@@ -146,9 +146,8 @@ class SettingOptions:
         float | None,
         Option(
             min=0.0,
-            max=1.0,
-            help="End a chain before a draft token whose estimated chance of acceptance is less "
-            "(drafters with a confidence head).",
+            help="From 0 to below 1: end a chain before a draft token whose estimated chance of "
+            "acceptance is less (drafters with a confidence head).",
             show_default="0, verify all",
             rich_help_panel=_METHOD,
         ),
@@ -191,7 +190,9 @@ class SettingOptions:
     rule: Annotated[
         str | None,
         Option(
-            help="Rule that verifies at temperatures above 0.",
+            help="Rule that verifies at temperatures above 0: match, point_siblings (for the best "
+            "draft tokens), rejection, block, siblings (for drawn ones), or typical, which changes "
+            "the law.",
             show_default="the best lossless one",
             rich_help_panel=_METHOD,
         ),

@@ -38,7 +38,7 @@ class LLM:
         drafter, builder, num_speculative_tokens, node_budget, tree_depth, tree_top_k, tree_shape,
             confidence_threshold, recursion_state, lookup_min, lookup_max, draft_sampling, rule:
             see :class:`SpeculationConfig`; None takes the method's default.
-        dtype, device, threads: of the target, where it is given by name.
+        dtype, device, threads, context_length: of the target, where it is given by name.
 
     Raises:
         OptionError: a setting that the method does not take, or that is out of range.
@@ -71,6 +71,7 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
         threads: int | None = None,
+        context_length: int | None = None,
     ) -> None:
         asked = SpeculationConfig(
             method=method, drafter=drafter, builder=builder,
@@ -83,10 +84,12 @@ class LLM:
         refuse_missing_drafter(resolved)
         choose_rules(resolved, 0.0)  # and so does a rule that cannot verify such drafts
         if isinstance(target, Target):
-            _refuse_target_options(dtype, device, threads)
+            _refuse_target_options(dtype, device, threads, context_length)
             self.target = target
         else:
-            self.target = load_target(target, dtype=dtype, device=device, threads=threads)
+            self.target = load_target(
+                target, dtype=dtype, device=device, threads=threads, context_length=context_length
+            )
         self._proposer = self._open_proposer(resolved)
         self._free = threading.Lock()
         self.builder = "+".join(member.builder for member in self._members) or "none"
@@ -206,8 +209,13 @@ class LLM:
         return text, decoding, prompt_ids
 
 
-def _refuse_target_options(dtype: str, device: str, threads: int | None) -> None:
-    given = {"dtype": dtype != "auto", "device": device != "auto", "threads": threads is not None}
+def _refuse_target_options(
+    dtype: str, device: str, threads: int | None, context_length: int | None
+) -> None:
+    given = {
+        "dtype": dtype != "auto", "device": device != "auto", "threads": threads is not None,
+        "context_length": context_length is not None,
+    }  # fmt: skip
     names = [name for name, is_given in given.items() if is_given]
     if names:
         raise OptionError(

@@ -98,7 +98,8 @@ def refuse_missing_drafter(resolved: Resolved) -> None:
         if entry.info.trained and not entry.carried and member.config.drafter is None:
             raise OptionError(
                 f"Method {entry.name} needs {entry.needs}, and none was given; name one with "
-                "--drafter (in Python drafter=): a folder, a GGUF file, a Hub id or truncate:N."
+                "--drafter (in Python drafter=): a folder"
+                + (", a GGUF file or a Hub id." if "truncate" in entry.needs else " or a Hub id.")
             )
 
 
@@ -115,7 +116,15 @@ def choose_rules(resolved: Resolved, temperature: float) -> RuleChoice:
 
     def pick(draft: Draft) -> Rule:
         wanted = name if draft in makes or not members else None
-        return select_rule(wanted, draft=draft, shape=shape, temperature=temperature)
+        try:
+            return select_rule(wanted, draft=draft, shape=shape, temperature=temperature)
+        except OptionError as error:
+            if draft == "point" and len(makes) > 1:
+                raise OptionError(
+                    f"{error} (Look-up's draft tokens are always chosen and never drawn, so a rule "
+                    "for this cascade must verify both kinds: match does.)"
+                ) from None
+            raise
 
     return RuleChoice(point=pick("point"), sampled=pick("sampled"))
 

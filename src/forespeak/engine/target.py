@@ -187,6 +187,12 @@ def load_target(
     target.description = checkpoint.description
     if context_length is not None:
         target.context_length = context_length
+        limit = model.config.max_position_embeddings
+        if context_length > limit:
+            target.notices.append(
+                f"The context of {context_length} tokens is longer than the {limit} that the model "
+                "was made for; what it writes beyond them may be poor."
+            )
     _warm_up(target)
     return target
 
