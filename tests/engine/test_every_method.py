@@ -23,6 +23,7 @@ from forespeak.drafters.table import METHODS
 from forespeak.engine.llm import LLM
 from forespeak.engine.reference import decode_greedy
 from forespeak.engine.target import Target, in_memory
+from forespeak.errors import DrafterError
 from forespeak.models.base import TargetModel
 from forespeak.sampling import SamplingParams
 from forespeak.types import DenseLaws, Observation, SpeculationConfig
@@ -238,6 +239,18 @@ def test_two_observations_of_a_row_in_one_call(name: str, folders: dict[str, Pat
             drafter.observe(observations)
         laws.append(first_laws(drafter, [0], [3]))
     torch.testing.assert_close(laws[1], laws[0], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_drafter_of_another_method_is_called_by_its_own(
+    name: str, folders: dict[str, Path]
+) -> None:
+    reads = {name, ROWS[name][0], *METHODS[name].reads}
+    for other in ("medusa", "mtp_parallel", "mtp", "eagle", "eagle3", "dflash", "dspark"):
+        if other in reads or {name, other} <= {"dflash", "dspark"}:
+            continue
+        with pytest.raises(DrafterError, match=f"is of method {other}, and method {name} was"):
+            opened(name, folders[other], 1)
 
 
 # Sampling against exact probabilities, with a target small enough to enumerate.

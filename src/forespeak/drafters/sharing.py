@@ -183,7 +183,8 @@ def open_checkpoint(
     Raises:
         ModelError: no such folder.
         CheckpointError: damaged, or of a layout that the method does not know.
-        DrafterError: it is for another target, or none was named and the target carries none.
+        DrafterError: it is for another target or of another method, or none was named and the
+            target carries none.
     """
     if config.drafter is not None:
         folder = resolve(config.drafter).path
@@ -198,6 +199,12 @@ def open_checkpoint(
         raise DrafterError(
             f"Method {config.method} was given no drafter, and the target {folder} carries none of "
             "its modules; name a folder with --drafter, or take a target that carries them."
+        )
+    if not is_known_drafter(folder, modules=families) and is_known_drafter(folder):
+        other = read_drafter(folder).method
+        raise DrafterError(
+            f"The drafter {folder} is of method {other}, and method {config.method} was asked for. "
+            f"Take --method {other}, or name a drafter of {config.method}."
         )
     checkpoint = read_drafter(folder, modules=families)
     model = target.model.config
