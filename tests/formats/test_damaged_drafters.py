@@ -303,7 +303,7 @@ def test_the_epsilon_of_modules_is_any_number_or_left_out(make, target):
         settle(folder, rms_norm_eps=value)
         assert read_drafter(folder).config.rms_norm_eps == read
         LLM(target, method="mtp", drafter=str(folder))
-    for value in (0, -1, float("nan"), "1", [1], 10**30):
+    for wrong in (0, -1, float("nan"), "1", [1], 10**30):
         folder = make("mtp")
-        settle(folder, rms_norm_eps=value)
+        settle(folder, rms_norm_eps=wrong)
         assert "rms_norm_eps is" in refused(folder, target, "mtp")
