@@ -30,7 +30,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
     """Every test draws the same numbers in every run, whichever ran before it."""
-    torch.manual_seed(0)
+    torch.manual_seed(20_261_129)  # no seed that tests give their own weights
 
 
 @pytest.fixture(scope="session")
