@@ -17,6 +17,8 @@ from forespeak.cli.app import execute
 from forespeak.cli.groups import takes_groups
 from tests.cli.conftest import Command
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "forespeak"]
 
 

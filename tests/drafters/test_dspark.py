@@ -21,6 +21,8 @@ from tests.drafters.block_cases import TARGET, Case, V, block_config
 from tests.drafters.naive_block import chance, corrections
 from tests.tiny import random_tokens, tiny_decoder
 
+pytestmark = pytest.mark.slow
+
 HEADS: dict[str, dict[str, Any]] = {
     "vanilla": {"markov_rank": 6},
     "gated": {"markov_rank": 6, "markov_head_type": "gated"},

@@ -31,6 +31,8 @@ from forespeak.types import Frontier, Observation
 from tests.drafters.eagle_cases import TARGET, H, drafter_weights, opened
 from tests.tiny import random_tokens, random_weights, run, tiny_decoder, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 # --- whole texts ---------------------------------------------------------------------------------
 
 BUILDERS = ("chain", "static_tree", "dynamic_tree")

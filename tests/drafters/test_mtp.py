@@ -42,6 +42,8 @@ from tests.drafters.mtp_cases import (
 )
 from tests.tiny import random_tokens, random_weights, tiny_config, tiny_decoder, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 V = 83
 BUILDERS = ("chain", "dynamic_tree", "static_tree")
 CASES = [

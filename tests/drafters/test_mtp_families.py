@@ -36,6 +36,8 @@ from forespeak.types import Frontier, Observation, SpeculationConfig
 from tests.drafters.feature_rounds import FeatureRounds
 from tests.drafters.mtp_cases import NEXTN, QWEN, Block, Formulas, Layout, write_folder
 
+pytestmark = pytest.mark.slow
+
 V, H, LAYERS = 83, 32, 3
 _SIZES: dict[str, Any] = {
     "vocab_size": V,

@@ -35,6 +35,8 @@ from tests.tiny import (
     tiny_int8,
 )
 
+pytestmark = pytest.mark.slow
+
 N = 3
 CONTEXT = 64
 

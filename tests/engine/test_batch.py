@@ -20,6 +20,8 @@ from tests.engine.scripted import check_counts
 from tests.engine.tables import TableModel
 from tests.tiny import random_tokens, tiny_config, tiny_decoder, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 CONFIG = tiny_config(max_position_embeddings=128, eos_token_ids=(2,))
 V = CONFIG.vocab_size
 METHODS: dict[str, dict[str, Any]] = {

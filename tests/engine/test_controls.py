@@ -21,6 +21,8 @@ from tests.engine.scripted import check_counts, scripted, write
 from tests.engine.tiny_text import SIZE, tokenizer
 from tests.tiny import tiny_config, tiny_decoder, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = {"float32": 1e-4, "int8": 1e-6}
 PROMPT = [1, 2, 3, 1, 2, 9, 10, 11, 1, 2, 3]
 CONFIG = tiny_config(vocab_size=SIZE, eos_token_ids=(0,))

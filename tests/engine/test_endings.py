@@ -19,6 +19,8 @@ from tests.engine.tables import TableModel
 from tests.engine.tiny_text import SIZE, tokenizer
 from tests.tiny import tiny_config, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 PROMPT = [1, 2, 3, 4]
 LENGTH = 60
 LETTERS = range(1, 9)  # likely everywhere, so that texts are readable and repeat themselves

@@ -21,6 +21,8 @@ from tests.engine.tables import TableModel
 from tests.spec.exactness_cases import EXHAUSTIVE
 from tests.spec.grammar_cases import END_OF_TURN, EOS, GrammarCase, cases, vocabulary
 
+pytestmark = pytest.mark.slow
+
 TOKENS = vocabulary()
 V = len(TOKENS) + 5  # a model's head is often wider than its tokenizer
 ID_OF = {token: number for number, token in enumerate(TOKENS)}

@@ -13,6 +13,8 @@ from tests.engine.scripted import SIZES, check_counts, write
 from tests.engine.tables import TableModel
 from tests.tiny import random_tokens, tiny_config, tiny_decoder, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 V, NARROW = 23, 9
 PROMPT = [1, 20, 3]
 BLOCK = RuleChoice(RULES["match"], RULES["block"])

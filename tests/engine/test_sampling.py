@@ -28,6 +28,8 @@ from tests.engine.tables import TableModel
 from tests.engine.tiny_text import tokenizer
 from tests.spec.exactness_cases import EXHAUSTIVE
 
+pytestmark = pytest.mark.slow
+
 V, EOS = 8, 0  # the end and the letters a to g
 PROMPT = [1, 2, 3, 1, 4, 1, 2, 5, 4, 1]  # look-up finds something here
 NUM_COUNTED = 3

@@ -21,6 +21,8 @@ from forespeak.formats.layer_fields import layer_fields
 from forespeak.models.config import weight_shapes
 from tests.tiny import tiny_config, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 CONFIG = tiny_config(num_layers=8, max_position_embeddings=64, eos_token_ids=())
 V, H = CONFIG.vocab_size, CONFIG.hidden_size
 METHODS = ("medusa", "mtp_parallel", "mtp", "eagle", "eagle3", "dflash", "dspark")

@@ -17,6 +17,8 @@ from forespeak.models.loading import load_checkpoint
 from tests.models.driver import Driver, Row, chain, random_tree
 from tests.tiny import random_tokens, run
 
+pytestmark = pytest.mark.slow
+
 _TOLERANCE = 1e-4
 _VOCABULARY = 83
 _SIZES: dict[str, Any] = {

@@ -28,7 +28,7 @@ from forespeak.types import TargetOutput
 from tests.models.driver import Driver, chain, random_tree
 from tests.tiny import random_tokens, random_weights, run, tiny_config, tiny_decoder, tiny_int8
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 _MOST_THREADS = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
 _THREADS = [

@@ -24,6 +24,8 @@ from tests.spec.enumeration import (
 )
 from tests.spec.exactness_cases import CUTS, EXHAUSTIVE, MAKERS, PROCESSORS
 
+pytestmark = pytest.mark.slow
+
 NUM_SMALL, NUM_LARGE = (200, 20) if EXHAUSTIVE else (4, 2)  # pairs of random p and q
 TOLERANCE = 1e-12
 

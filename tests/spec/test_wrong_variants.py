@@ -28,6 +28,8 @@ from tests.spec.enumeration import (
 )
 from tests.spec.exactness_cases import coin
 
+pytestmark = pytest.mark.slow
+
 Report = Callable[[str, list[float]], None]
 SIBLINGS = TreeShape(((0,), (1,), (2,)))
 SEEDS = range(10)

@@ -22,6 +22,8 @@ from forespeak.train.overlap import Exclusion
 from forespeak.train.talks import Limits, Outcome
 from tests.train.talking import TOKENIZER, encode, manifest, prompt_set
 
+pytestmark = pytest.mark.slow
+
 Reply = tuple[int, Any] | None  # status and body; None hangs up
 LIMITS = Limits(new_tokens=24, prompt_tokens=90, context=128)
 

@@ -26,6 +26,8 @@ from forespeak.train.optimizer import Optimizer, rate_at
 from forespeak.train.recipe import BatchSettings, DataSettings, OptimizerSettings, ScheduleSettings
 from tests.train.stubs import Bigram, KilledHere, Steps, job, recipe, same, samples, weights
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_loss_falls(tmp_path: Path):
     steps = Steps()

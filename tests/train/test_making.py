@@ -28,6 +28,8 @@ from forespeak.train.prompt_sets import PromptSet
 from forespeak.train.talks import Job, Limits, Outcome
 from tests.train.talking import CONTEXT, TOKENIZER, encode, manifest, prompt_set, target
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {"limit": None, "max_tokens_total": None, "seed": 3}
 LIMITS = Limits(new_tokens=24, prompt_tokens=90, context=CONTEXT)
 SINGLE = prompt_set(*([f"a{number} b"] for number in range(12)))

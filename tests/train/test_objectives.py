@@ -26,6 +26,8 @@ from forespeak.train.sts import calibrate
 from tests.tiny import random_weights, run, tiny_config, tiny_decoder
 from tests.train.training import batch_of, seeded, tiny_view, view_of
 
+pytestmark = pytest.mark.slow
+
 DRAFTERS = ("medusa", "mtp_parallel", "mtp", "eagle", "eagle3", "dflash", "dspark")
 CONFIG = tiny_config(num_layers=5)
 
