@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,3 +230,19 @@ def test_sizes_have_an_upper_end_and_are_whole_numbers(name: str, value: Any) ->
 def test_a_method_is_a_name(method: Any) -> None:
     with pytest.raises(OptionError, match="allowed: a name"):
         resolve(SpeculationConfig(method=method))
+
+
+def test_a_shape_file_is_read_once(tmp_path: Path) -> None:
+    """A run does not depend on a file that somebody changes or deletes meanwhile."""
+    file = tmp_path / "shape.json"
+    file.write_text("[[0], [1], [0, 0]]")
+    target = in_memory(TableModel(20, context_length=64))
+    llm = LLM(
+        target, method="draft_model", drafter="truncate:1", builder="static_tree",
+        tree_shape=str(file),
+    )  # fmt: skip
+    file.unlink()
+    done = llm.generate([1, 2, 3], SamplingParams(max_new_tokens=12))
+    plain = LLM(target).generate([1, 2, 3], SamplingParams(max_new_tokens=12))
+    assert done.token_ids == plain.token_ids
+    assert done.stats.num_drafted > done.stats.num_rounds

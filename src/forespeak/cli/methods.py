@@ -63,17 +63,18 @@ def drawn() -> Table:
 def markdown() -> str:
     """The table of README.md."""
     lines = [
-        "| method | what it does | needs | builders | exact | in this version |",
-        "| --- | --- | --- | --- | :-: | :-: |",
+        "| method | what it does | needs | builders | exact |",
+        "| --- | --- | --- | --- | :-: |",
     ]
     for entry in METHODS.values():
+        if not entry.available:
+            continue
         cells = (
             f"`{entry.name}`",
             entry.summary,
             entry.needs,
             ", ".join(entry.builders) or "none",
             "yes" if entry.exact else "no",
-            "yes" if entry.available else "planned",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"

@@ -26,7 +26,7 @@ _PROMPTS = "Prompts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TargetOptions:
+class ModelOptions:
     """Which model, in which precision, where."""
 
     target: Annotated[
@@ -57,6 +57,18 @@ class TargetOptions:
             rich_help_panel=_TARGET,
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise OptionError(unknown_choice("Precision", self.dtype, DTYPES))
+        if self.device.partition(":")[0] not in DEVICES:
+            raise OptionError(unknown_choice("Device", self.device, DEVICES))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions(ModelOptions):
+    """The same, and how long its texts may get."""
+
     context_length: Annotated[
         int | None,
         Option(
@@ -66,12 +78,6 @@ class TargetOptions:
             rich_help_panel=_TARGET,
         ),
     ] = None
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise OptionError(unknown_choice("Precision", self.dtype, DTYPES))
-        if self.device.partition(":")[0] not in DEVICES:
-            raise OptionError(unknown_choice("Device", self.device, DEVICES))
 
 
 _OWN_DEFAULT = "per method"
@@ -251,9 +257,7 @@ class PromptOptions:
     ] = None
     stride: Annotated[
         int,
-        Option(
-            min=1, help="Take every so-manieth prompt, from the first on.", rich_help_panel=_PROMPTS
-        ),
+        Option(min=1, help="Take every Nth prompt, from the first on.", rich_help_panel=_PROMPTS),
     ] = 1
     all_turns: Annotated[
         bool,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from forespeak.cli import consoles
-from forespeak.cli.options import DEFAULT_TARGET, DEVICES, DTYPES, OutputOptions
+from forespeak.cli.options import ModelOptions, OutputOptions
 from forespeak.errors import OptionError
 
 if TYPE_CHECKING:
@@ -21,37 +21,7 @@ if TYPE_CHECKING:
     from forespeak.train.session import Request, Trained, Watchers
 
 _SAY_EVERY_S = 30.0
-_RUN, _TARGET = "Run", "Target"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingTargetOptions:
-    """Which model to train for, as it will serve."""
-
-    target: Annotated[
-        str,
-        Option(
-            help="Name, folder, GGUF file or Hub id ORG/NAME of the model.", rich_help_panel=_TARGET
-        ),
-    ] = DEFAULT_TARGET
-    dtype: Annotated[
-        str,
-        Option(
-            help=f"Of the target: {', '.join(DTYPES)}; auto is int8 on cpu and bfloat16 on cuda. "
-            "Take the one that it will serve in.",
-            rich_help_panel=_TARGET,
-        ),
-    ] = "auto"
-    device: Annotated[
-        str,
-        Option(
-            help=f"One of {', '.join(DEVICES)}; cuda:N for one of several.", rich_help_panel=_TARGET
-        ),
-    ] = "auto"
-    threads: Annotated[
-        int | None,
-        Option(min=1, help="CPU threads.", show_default="all cores", rich_help_panel=_TARGET),
-    ] = None
+_RUN = "Run"
 
 
 def train(
@@ -107,7 +77,7 @@ def train(
         Option("--show", help="Print the recipe as resolved, and do nothing else.",
                rich_help_panel=_RUN),
     ] = False,
-    target: TrainingTargetOptions,
+    target: ModelOptions,
     output: OutputOptions,
 ) -> None:  # fmt: skip
     """Train a drafter for a target, on the target's own answers.
@@ -163,7 +133,7 @@ def features(
         list[str] | None,
         Option("--set", metavar="KEY=VALUE", help="A value of every recipe; several times."),
     ] = None,
-    target: TrainingTargetOptions,
+    target: ModelOptions,
     output: OutputOptions,
 ) -> None:
     """Run the target once over the dialogues and keep what several recipes read of it.
@@ -216,7 +186,7 @@ def _request(
     recipe: Recipe,
     data: Path | None,
     out: Path | None,
-    target: TrainingTargetOptions,
+    target: ModelOptions,
     features: Path | None,
     resume: bool,
     time_limit: float | None,

@@ -43,7 +43,7 @@ from forespeak.drafters.sharing import (
     open_checkpoint,
     shared_or_own_head,
 )
-from forespeak.drafters.starting import spread_vocabulary
+from forespeak.drafters.starting import random_weights, spread_vocabulary
 from forespeak.drafters.table import METHODS
 from forespeak.formats.dflash_config import (
     EMBED,
@@ -67,6 +67,8 @@ from forespeak.types import DenseLaws, DrafterInfo, Observation, SpeculationConf
 
 FAMILY = "forespeak.formats.dflash"
 
+
+_DEVIATION = 0.02  # of weights in a fresh drafter
 
 # --- network --------------------------------------------------------------------------------------
 
@@ -322,15 +324,8 @@ def block_info(method: str, config: DFlashConfig) -> DrafterInfo:
 
 def random_drafter(config: DFlashConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """Tensors of a fresh drafter: norms are ones, everything else is small and random."""
-    tensors = {}
-    for name, shape in tensor_shapes(config).items():
-        if name == D2T:
-            assert config.draft_vocab_size is not None
-            tensors[name] = spread_vocabulary(config.vocab_size, config.draft_vocab_size)
-        elif name.endswith("norm.weight"):
-            tensors[name] = torch.ones(shape)
-        elif name.endswith(".bias"):
-            tensors[name] = torch.zeros(shape)
-        else:
-            tensors[name] = torch.randn(shape, generator=generator) * 0.02
+    products = {name: shape for name, shape in tensor_shapes(config).items() if name != D2T}
+    tensors = random_weights(products, generator, lambda name, shape: _DEVIATION)
+    if config.draft_vocab_size is not None:
+        tensors[D2T] = spread_vocabulary(config.vocab_size, config.draft_vocab_size)
     return tensors

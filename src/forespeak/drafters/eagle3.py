@@ -42,7 +42,7 @@ from forespeak.drafters.sharing import (
     open_checkpoint,
     shared_or_own_head,
 )
-from forespeak.drafters.starting import spread_vocabulary
+from forespeak.drafters.starting import random_weights, spread_vocabulary
 from forespeak.drafters.table import EAGLE3
 from forespeak.errors import DrafterError
 from forespeak.formats.drafter_files import Shape
@@ -260,14 +260,8 @@ def random_tensors(
     A reduced draft vocabulary is spread evenly over the ids, to be replaced by that of the tokens
     that the target writes.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, shape in shapes.items():
-        if name == D2T:
-            tensors[name] = spread_vocabulary(vocab_size, shape[0])
-        elif name.endswith(".bias"):
-            tensors[name] = torch.zeros(shape)
-        elif len(shape) == 1:
-            tensors[name] = torch.ones(shape)
-        else:
-            tensors[name] = torch.randn(shape, generator=generator) * shape[1] ** -0.5
+    products = {name: shape for name, shape in shapes.items() if name != D2T}
+    tensors = random_weights(products, generator, lambda name, shape: shape[1] ** -0.5)
+    if D2T in shapes:
+        tensors[D2T] = spread_vocabulary(vocab_size, shapes[D2T][0])
     return tensors

@@ -45,7 +45,7 @@ from forespeak.drafters.sharing import (
     open_checkpoint,
     shared_or_own_head,
 )
-from forespeak.drafters.starting import spread_vocabulary
+from forespeak.drafters.starting import random_weights, spread_vocabulary
 from forespeak.drafters.table import MTP
 from forespeak.errors import DrafterError
 from forespeak.formats.drafters import D2T
@@ -240,14 +240,7 @@ def _copy(tensors: dict[str, Tensor], kind: str, origin: str) -> Tensor | None:
 
 def random_drafter(config: MtpConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """Tensors of a fresh drafter: small weights, norms of one, biases zero."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in tensor_shapes(config).items():
-        if name.endswith("norm.weight"):
-            tensors[name] = torch.ones(shape)
-        elif name.endswith(".bias"):
-            tensors[name] = torch.zeros(shape)
-        else:
-            tensors[name] = torch.randn(shape, generator=generator) * _DEVIATION
+    tensors = random_weights(tensor_shapes(config), generator, lambda name, shape: _DEVIATION)
     if config.draft_vocab_size is not None:
         tensors[D2T] = spread_vocabulary(config.vocab_size, config.draft_vocab_size)
     return tensors

@@ -34,7 +34,9 @@ from torch import Tensor, nn
 from forespeak.drafters.base import Drafter, TargetParts
 from forespeak.drafters.layer_cache import LayerCache
 from forespeak.drafters.sharing import SharedHead, map_of, open_checkpoint
+from forespeak.drafters.starting import random_weights
 from forespeak.drafters.table import MTP_PARALLEL
+from forespeak.formats.drafter_files import Shape
 from forespeak.formats.mtp_parallel import MtpParallelConfig, tensor_shapes
 from forespeak.models.blocks import Attend, DecoderLayer, Rotation, blank, load_parameters
 from forespeak.types import DenseLaws, Observation, Segment, SpeculationConfig
@@ -202,14 +204,9 @@ def open_drafter(
 
 def random_drafter(config: MtpParallelConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """Tensors of a fresh drafter: layers that add little to the trunk state yet, each its own."""
-    tensors: dict[str, Tensor] = {}
-    for name, shape in tensor_shapes(config).items():
-        if name.endswith("norm.weight"):
-            tensors[name] = torch.ones(shape)
-        elif name.endswith(".bias"):
-            tensors[name] = torch.zeros(shape)
-        else:
-            adds = name.endswith(("o_proj.weight", "down_proj.weight"))
-            deviation = shape[1] ** -0.5 * (_FIRST_OUTPUT if adds else 1.0)
-            tensors[name] = torch.randn(shape, generator=generator) * deviation
-    return tensors
+
+    def deviation(name: str, shape: Shape) -> float:
+        adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+        return float(shape[1] ** -0.5) * (_FIRST_OUTPUT if adds else 1.0)
+
+    return random_weights(tensor_shapes(config), generator, deviation)

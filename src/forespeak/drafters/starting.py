@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +18,7 @@ from forespeak.drafters.loader import named
 from forespeak.drafters.new_sizes import check_number, check_sizes
 from forespeak.drafters.table import METHODS
 from forespeak.errors import ForespeakError, OptionError, unknown_choice
+from forespeak.formats.drafter_files import Shape
 from forespeak.formats.drafters import D2T, FAMILIES, DrafterCheckpoint, read_drafter
 from forespeak.models.config import ModelConfig
 
@@ -143,6 +144,29 @@ def _check_kept(name: str, given: object, read: object) -> None:
             f"{name} is {given!r}, and the files of such a drafter can only say {read!r} together "
             "with its other settings. Leave this setting out."
         )
+
+
+def random_weights(
+    shapes: Mapping[str, Shape],
+    generator: torch.Generator,
+    deviation: Callable[[str, Shape], float],
+) -> dict[str, Tensor]:
+    """Fresh tensors: norms of one, biases zero, products drawn with their standard deviation.
+
+    Args:
+        shapes: name -> shape of each.
+        generator: of the draws.
+        deviation: (name, shape) -> standard deviation of a product's weights.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        if name.endswith(".bias"):
+            tensors[name] = torch.zeros(shape)
+        elif len(shape) == 1:
+            tensors[name] = torch.ones(shape)
+        else:
+            tensors[name] = torch.randn(shape, generator=generator) * deviation(name, shape)
+    return tensors
 
 
 def spread_vocabulary(vocab_size: int, draft_vocab_size: int) -> Tensor:

@@ -6,24 +6,22 @@ N nodes, V vocabulary, R rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from forespeak.drafters.base import Drafter
-from forespeak.engine.shapes import read_shape
+from forespeak.engine.shapes import StaticShapes
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.spec import builders
-from forespeak.spec.builders import DraftProcess, TreeShape, fit_shape
+from forespeak.spec.builders import DraftProcess
 from forespeak.spec.tree import CandidateTree
 from forespeak.spec.uniforms import Uniforms
 from forespeak.types import DenseLaws, Frontier, Laws, Observation, SpeculationConfig
 
 Trees = list[CandidateTree]
-
-# What a guess of each rank is assumed to be worth where nothing was measured for this drafter.
-_TYPICAL_ACCURACIES = (0.6, 0.15, 0.06, 0.03)
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,17 @@ class Proposer:
     def __init__(
         self, drafter: Drafter, builder: str, settings: SpeculationConfig, *, vocab_size: int
     ) -> None:
-        if builder not in _BUILDERS:
-            raise OptionError(unknown_choice("Builder", builder, _BUILDERS))
+        if builder not in BUILDERS:
+            raise OptionError(unknown_choice("Builder", builder, BUILDERS))
         self._drafter = drafter
         self._timed = _Timed(drafter)
-        self._builder = _BUILDERS[builder]
+        self._deepest = settings.tree_depth
+        self._builder: _Build
+        if builder == "static_tree":
+            shapes = StaticShapes(settings)
+            self._builder, self._deepest = partial(_static, shapes), shapes.deepest
+        else:
+            self._builder = _BUILDERS[builder]
         self._settings = settings
         self._vocab_size = vocab_size
         self.builder = builder
@@ -113,7 +117,7 @@ class Proposer:
             return self._build(request)
         # The best tree of a smaller depth is no part of that of a larger one: rows that have less
         # left than a whole tree are built apart, so that each gets the tree it would have alone.
-        deepest = self._deepest
+        deepest = _given(self._deepest)
         groups: dict[int, list[int]] = {}
         for slot, limit in enumerate(request.limits):
             groups.setdefault(min(limit, deepest), []).append(slot)
@@ -126,13 +130,6 @@ class Proposer:
 
     def _build(self, request: DraftRequest) -> Trees:
         return self._builder(self._timed, self._settings, request, self._vocab_size)
-
-    @property
-    def _deepest(self) -> int:
-        """Longest path of a whole tree."""
-        if self._settings.tree_shape is not None:
-            return read_shape(self._settings.tree_shape).depth
-        return _given(self._settings.tree_depth)
 
 
 class Cascade:
@@ -164,7 +161,6 @@ class Cascade:
             member.release(row)
 
     def propose(self, request: DraftRequest) -> list[CandidateTree]:
-        trees: list[CandidateTree] = []
         left = list(range(len(request.rows)))
         found: dict[int, CandidateTree] = {}
         for member in self._members:
@@ -173,8 +169,7 @@ class Cascade:
             for slot, tree in zip(left, member.propose(_part(request, left)), strict=True):
                 found[slot] = tree
             left = [slot for slot in left if not found[slot].num_drafted]
-        trees = [found[slot] for slot in range(len(request.rows))]
-        return trees
+        return [found[slot] for slot in range(len(request.rows))]
 
 
 def _root_alone(root: int) -> CandidateTree:
@@ -235,16 +230,19 @@ def _ddtree(
 
 
 def _tree_sizes(settings: SpeculationConfig, request: DraftRequest) -> tuple[int, list[int]]:
-    """Depth of the trees and node budgets of the rows."""
-    budget = _given(settings.node_budget)
+    """Depth of the trees and node budgets of the rows, all of which have as much left."""
     depth = min(_given(settings.tree_depth), max(request.limits))
-    return depth, [budget if limit > 0 else 0 for limit in request.limits]
+    return depth, [_given(settings.node_budget)] * len(request.rows)
 
 
 def _static(
-    drafter: _Timed, settings: SpeculationConfig, request: DraftRequest, size: int
+    shapes: StaticShapes,
+    drafter: _Timed,
+    settings: SpeculationConfig,
+    request: DraftRequest,
+    size: int,
 ) -> Trees:
-    shape = static_shape(settings, max(request.limits))
+    shape = shapes.within(max(request.limits))
     laws = drafter.propose(request, shape.depth)
     if request.draws is not None:
         return builders.build_sampled_tree(
@@ -255,20 +253,6 @@ def _static(
         request.roots, laws, drafter.expand, request.rows, shape=shape, process=request.process,
         vocab_size=size,
     )  # fmt: skip
-
-
-def static_shape(settings: SpeculationConfig, limit: int) -> TreeShape:
-    """The fixed tree that settings ask for, no deeper than ``limit``: a given shape, or the one
-    that fits a node budget and depth, for ranks of typical accuracy."""
-    if settings.tree_shape is not None:
-        shape = read_shape(settings.tree_shape)
-        if shape.depth <= limit:
-            return shape
-        return TreeShape(tuple(path for path in shape.paths if len(path) <= limit))
-    depth = min(_given(settings.tree_depth), limit)
-    top_k = _given(settings.tree_top_k)
-    ranks = [_TYPICAL_ACCURACIES[min(r, 3)] * 0.5 ** max(0, r - 3) for r in range(top_k)]
-    return fit_shape([ranks] * depth, _given(settings.node_budget))
 
 
 class _Timed:
@@ -303,4 +287,8 @@ def _given(value: int | None) -> int:
     return value
 
 
-_BUILDERS = {"chain": _chain, "dynamic_tree": _dynamic, "ddtree": _ddtree, "static_tree": _static}
+_Build = Callable[[_Timed, SpeculationConfig, DraftRequest, int], Trees]
+_BUILDERS: dict[str, _Build] = {
+    "chain": _chain, "dynamic_tree": _dynamic, "ddtree": _ddtree,
+}  # fmt: skip
+BUILDERS = (*_BUILDERS, "static_tree")

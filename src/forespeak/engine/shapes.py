@@ -7,9 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from forespeak.errors import OptionError
-from forespeak.spec.builders import TreeShape
+from forespeak.spec.builders import TreeShape, fit_shape
+from forespeak.types import SpeculationConfig
 
 _MOST_NODES = 4096
+
+# What a guess of each rank is assumed to be worth where nothing was measured for this drafter.
+_TYPICAL_ACCURACIES = (0.6, 0.15, 0.06, 0.03)
 
 # EAGLE-1's hand-made tree of 25 nodes (arXiv 2401.15077, figure 7 and the released code).
 _EAGLE = (
@@ -43,6 +47,38 @@ def read_shape(name: str) -> TreeShape:
             f"{_MOST_NODES} of them with ranks from 0 to 255."
         )
     return TreeShape(tuple(tuple(path) for path in value))
+
+
+class StaticShapes:
+    """The fixed tree that settings ask for: a given shape, or the one that fits a node budget and
+    depth, for ranks of typical accuracy. Read and fitted once, not in every round.
+
+    Raises:
+        OptionError: see :func:`read_shape`.
+    """
+
+    def __init__(self, settings: SpeculationConfig) -> None:
+        self._settings = settings
+        self._given = None if settings.tree_shape is None else read_shape(settings.tree_shape)
+        self._found: dict[int, TreeShape] = {}
+        depth = settings.tree_depth if self._given is None else self._given.depth
+        assert depth is not None, "a static tree needs a depth or a shape"
+        self.deepest = depth
+
+    def within(self, limit: int) -> TreeShape:
+        """The shape with no path longer than ``limit``, 1 or more."""
+        limit = min(limit, self.deepest)
+        if limit not in self._found:
+            self._found[limit] = self._make(limit)
+        return self._found[limit]
+
+    def _make(self, limit: int) -> TreeShape:
+        if self._given is not None:
+            return TreeShape(tuple(path for path in self._given.paths if len(path) <= limit))
+        top_k, budget = self._settings.tree_top_k, self._settings.node_budget
+        assert top_k is not None and budget is not None, self._settings
+        ranks = [_TYPICAL_ACCURACIES[min(r, 3)] * 0.5 ** max(0, r - 3) for r in range(top_k)]
+        return fit_shape([ranks] * limit, budget)
 
 
 def _is_paths(value: object) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from forespeak.errors import DrafterError, OptionError, unknown_choice
 from forespeak.formats.drafter_files import Shape
 from forespeak.formats.drafters import D2T
+from forespeak.formats.layer_fields import LayeredConfig
 from forespeak.models.config import ModelConfig, weight_shapes
 
 EMBEDDING_OUTPUT = -1
@@ -22,7 +23,7 @@ EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
+class DFlashConfig(LayeredConfig):
     """A block drafter.
 
     Attributes:
@@ -50,7 +51,6 @@ class DFlashConfig:
         OptionError: values that cannot be.
     """
 
-    layers: ModelConfig
     block_size: int
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
@@ -64,29 +64,11 @@ class DFlashConfig:
     confidence_with_markov: bool = False
     confidence_bias: bool = True
     temperatures: tuple[float, ...] = ()
-    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_block(self)
         _check_layer_ids(self.target_layer_ids, self.num_target_layers)
         _check_heads(self)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.layers.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layers.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.layers.max_position_embeddings
-
-    @property
-    def context_values(self) -> int:
-        c = self.layers
-        return c.num_layers * 2 * c.num_kv_heads * c.head_dim
 
     @property
     def max_depth(self) -> int:

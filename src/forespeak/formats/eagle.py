@@ -38,6 +38,7 @@ from forespeak.formats.eagle_layers import (
     wrong,
 )
 from forespeak.formats.fields import refuse_other_fields, switch, whole_number
+from forespeak.formats.layer_fields import LayeredConfig
 from forespeak.models.config import ModelConfig
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -46,7 +47,7 @@ _FIELDS = LAYER_FIELDS | UNUSED_FIELDS | {"bias", "draft_vocab_size"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(LayeredConfig):
     """An EAGLE-1 drafter.
 
     Attributes:
@@ -59,30 +60,12 @@ class EagleConfig:
         OptionError: values that cannot be.
     """
 
-    layers: ModelConfig
     fc_bias: bool = True
-    draft_vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.layers.sliding_window is not None:
             raise OptionError("The layers of EAGLE-1 have no sliding window; leave it out.")
         check_draft_vocabulary(self.draft_vocab_size, self.layers.vocab_size)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.layers.hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layers.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.layers.max_position_embeddings
-
-    @property
-    def context_values(self) -> int:
-        return kept_values(self.layers)
 
     def facts(self) -> dict[str, str]:
         facts = {"layers": str(self.layers.num_layers), "reads": "the target's final state"}
@@ -112,11 +95,6 @@ def check_draft_vocabulary(size: int | None, vocab_size: int) -> None:
         raise OptionError(
             f"draft_vocab_size is {size}; allowed: 1 to {vocab_size}, the target's tokens."
         )
-
-
-def kept_values(layers: ModelConfig) -> int:
-    """Numbers that keys and values of a token take."""
-    return layers.num_layers * 2 * layers.num_kv_heads * layers.head_dim
 
 
 def tensor_shapes(config: EagleConfig) -> dict[str, Shape]:

@@ -24,8 +24,9 @@ from dataclasses import dataclass
 from forespeak.errors import DrafterError, OptionError
 from forespeak.formats.drafter_files import Shape
 from forespeak.formats.drafters import D2T
-from forespeak.formats.eagle import check_draft_vocabulary, kept_values
+from forespeak.formats.eagle import check_draft_vocabulary
 from forespeak.formats.eagle_layers import layer_shapes, small_layers
+from forespeak.formats.layer_fields import LayeredConfig
 from forespeak.models.config import ModelConfig
 
 EMBED, HEAD = "embed_tokens.weight", "lm_head.weight"
@@ -34,7 +35,7 @@ EMBEDDING_OUTPUT = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(LayeredConfig):
     """An EAGLE-3 drafter.
 
     Attributes:
@@ -57,11 +58,9 @@ class Eagle3Config:
         OptionError: values that cannot be.
     """
 
-    layers: ModelConfig
     target_hidden_size: int | None = None
     num_features: int = 3
     target_layer_ids: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
     own_head: bool = True
     fc_bias: bool = False
     norm_before_residual: bool = False
@@ -104,18 +103,6 @@ class Eagle3Config:
     def hidden_size(self) -> int:
         """The target's, as every family's config says it."""
         return self.feature_size
-
-    @property
-    def vocab_size(self) -> int:
-        return self.layers.vocab_size
-
-    @property
-    def max_positions(self) -> int:
-        return self.layers.max_position_embeddings
-
-    @property
-    def context_values(self) -> int:
-        return kept_values(self.layers)
 
     @property
     def own_embedding(self) -> bool:

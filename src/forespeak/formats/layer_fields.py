@@ -3,9 +3,45 @@ reads back, and other engines read too."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from forespeak.models.config import ModelConfig
 
 _QWEN = ("mimo", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayeredConfig:
+    """What every drafter made of decoder layers says of itself by their sizes.
+
+    Attributes:
+        layers: their sizes, and the target's vocabulary.
+        draft_vocab_size: Vd of a reduced draft vocabulary.
+    """
+
+    layers: ModelConfig
+    draft_vocab_size: int | None = None
+
+    @property
+    def hidden_size(self) -> int:
+        """The target's; the layers' own where a family does not say otherwise."""
+        return self.layers.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """V of the target."""
+        return self.layers.vocab_size
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of context that the layers can serve."""
+        return self.layers.max_position_embeddings
+
+    @property
+    def context_values(self) -> int:
+        """Keys and values of a token of context in all layers."""
+        c = self.layers
+        return c.num_layers * 2 * c.num_kv_heads * c.head_dim
 
 
 def layer_fields(config: ModelConfig) -> dict[str, object]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _BUFFERED = 32
-_WORTH_A_KERNEL = 4096  # tokens; torch takes 0.1 ms for 49,152 on a CPU, the kernel a tenth
+_WORTH_A_KERNEL = 4096  # tokens; a sum of 49,152 in float64 takes torch 75 us, the kernel 25
 
 
 class Uniforms(Protocol):

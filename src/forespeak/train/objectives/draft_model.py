@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forespeak.drafters.starting import with_changes
+from forespeak.drafters.starting import random_weights, with_changes
 from forespeak.errors import OptionError
 from forespeak.models.blocks import load_parameters
 from forespeak.models.config import OUR_FAMILIES, ModelConfig, weight_shapes
@@ -146,14 +146,7 @@ def _fresh(
     settings: DraftModelTraining,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for name, shape in weight_shapes(config).items():
-        if name.endswith("norm.weight"):
-            tensors[name] = torch.ones(shape)
-        elif name.endswith(".bias"):
-            tensors[name] = torch.zeros(shape)
-        else:
-            tensors[name] = torch.randn(shape, generator=generator) * _DEVIATION
+    tensors = random_weights(weight_shapes(config), generator, lambda name, shape: _DEVIATION)
     if not settings.from_target:
         return tensors
     outer = {
