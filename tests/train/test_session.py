@@ -228,12 +228,12 @@ def test_refusals(root: Path, tmp_path: Path):
 def test_data_that_cannot_be(root: Path, tmp_path: Path):
     asked = request(root, tiny_recipe("medusa"), out=tmp_path / "out")
     data = write_data(tmp_path / "template", template="0" * 64)
-    refused(replace(asked, data=data), "chat template is another", DataError)
+    refused(replace(asked, data=[data]), "chat template is another", DataError)
     data = write_data(tmp_path / "broken")
     lines = (data / DIALOGUES).read_text().splitlines(keepends=True)
     (data / DIALOGUES).write_text(lines[0] + lines[1][:-20] + "\n" + lines[2])
-    refused(replace(asked, data=data), "line 2", DataError)
-    refused(replace(asked, data=tmp_path / "none"), "manifest", DataError)
+    refused(replace(asked, data=[data]), "line 2", DataError)
+    refused(replace(asked, data=[tmp_path / "none"]), "manifest", DataError)
     assert not asked.out.exists()
 
 
@@ -257,5 +257,5 @@ def test_every_recipe_of_the_package_is_whole():
 
 def test_check_request_needs_no_target(tmp_path: Path):
     check_request(
-        Request(recipe=tiny_recipe("eagle"), target="none", data=tmp_path, out=tmp_path / "out")
+        Request(recipe=tiny_recipe("eagle"), target="none", data=[tmp_path], out=tmp_path / "out")
     )

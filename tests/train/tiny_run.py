@@ -60,7 +60,7 @@ def request(root: Path, recipe: Recipe, **changes: Any) -> Request:
         write_target(root / "target")
         write_data(root / "data")
     values: dict[str, Any] = {
-        "recipe": recipe, "target": str(root / "target"), "data": root / "data",
+        "recipe": recipe, "target": str(root / "target"), "data": [root / "data"],
         "out": root / "out", "threads": 1,
     }  # fmt: skip
     return Request(**(values | changes))

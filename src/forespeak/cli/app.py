@@ -11,6 +11,7 @@ import typer
 
 import forespeak
 from forespeak.cli import consoles
+from forespeak.cli.calibrate import calibrate
 from forespeak.cli.chat import chat
 from forespeak.cli.compare import compare
 from forespeak.cli.data import data
@@ -40,7 +41,9 @@ def build() -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback()(_root)
-    for command in (generate, chat, compare, demo, methods, init, inspect, features, train):
+    for command in (
+        generate, chat, compare, demo, methods, init, inspect, features, train, calibrate,
+    ):  # fmt: skip
         app.command()(takes_groups(command))
     app.add_typer(data(), name="data")
     app.add_typer(models(), name="models")

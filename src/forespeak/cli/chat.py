@@ -17,6 +17,7 @@ from forespeak.cli.options import (
     SettingOptions,
     TargetOptions,
 )
+from forespeak.drafters.shipped import with_shipped
 from forespeak.errors import PromptError
 from forespeak.types import SamplingParams
 
@@ -36,7 +37,7 @@ def chat(
     output: OutputOptions,
 ) -> None:
     """Talk with the model; every answer streams. /help says what else there is."""
-    config = settings.config(method.method)
+    config = with_shipped(settings.config(method.method), target.target)
     check(config)
     params = sampling_params(sampling, controls)
     model = open_target(target)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from forespeak.cli.options import SettingOptions
+from forespeak.drafters.shipped import find_drafter, with_shipped
 from forespeak.drafters.table import METHODS, MethodEntry, settings_of_entry
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.types import SpeculationConfig
@@ -74,28 +74,27 @@ def fitting_config(method: str, settings: SettingOptions) -> SpeculationConfig:
     return SettingOptions(**given).config(method)
 
 
-def find_drafters(configs: Sequence[SpeculationConfig], folder: Path) -> list[SpeculationConfig]:
+def find_drafters(
+    configs: Sequence[SpeculationConfig], folder: Path | None, target: str
+) -> list[SpeculationConfig]:
     """Give each configuration that needs a drafter the one of its method in ``folder``, if any.
+
+    Args:
+        configs: of several methods.
+        folder: None for that of the shipped drafters.
+        target: its name.
 
     Raises:
         OptionError: there is no such folder.
     """
+    if folder is None:
+        return [with_shipped(config, target) for config in configs]
     if not folder.is_dir():
         raise OptionError(
             f"{folder} is no folder; --drafters names one that holds a drafter for each method, in "
             "a subfolder of the method's name."
         )
-    return [_found(config, folder) for config in configs]
-
-
-def _found(config: SpeculationConfig, folder: Path) -> SpeculationConfig:
-    if config.drafter is not None:
-        return config
-    for entry in check_method(config.method):
-        for name in (entry.name, *entry.reads) if entry.info.trained else ():
-            if (folder / name / "config.json").is_file():
-                return replace(config, drafter=str(folder / name))
-    return config
+    return [find_drafter(config, folder) for config in configs]
 
 
 def lacks_checkpoint(config: SpeculationConfig) -> bool:

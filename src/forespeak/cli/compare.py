@@ -45,7 +45,7 @@ def compare(
         Path | None,
         Option(
             help="Folder of drafters, each in a subfolder of its method's name; methods that find "
-            "one there take it.",
+            "one there take it. Without it: the shipped ones.",
         ),
     ] = None,
     prompts: PromptOptions,
@@ -67,8 +67,7 @@ def compare(
     configs = choice.configure(names, settings)
     if methods == ALL:
         configs = [only_for_any_model(config) for config in configs]
-    if drafters is not None:
-        configs = choice.find_drafters(configs, drafters)
+    configs = choice.find_drafters(configs, drafters, target.target)
     for config in configs:
         check(config, drafter=methods != ALL)
     chosen = prompts.read()

@@ -24,7 +24,10 @@ def demo(
     target: TargetOptions,
     drafters: Annotated[
         Path | None,
-        Option(help="Folder of drafters, each in a subfolder of its method's name."),
+        Option(
+            help="Folder of drafters, each in a subfolder of its method's name. Without it: the "
+            "shipped ones."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, Option(help="Tokens of an answer at most, 1 or more.")] = 96,
     output: OutputOptions,
@@ -32,8 +35,7 @@ def demo(
     """Race plain decoding against every method on four prompts; the texts are the same."""
     params = SamplingParams(max_new_tokens=max_new_tokens)
     configs = choice.configure(choice.available(), SettingOptions())
-    if drafters is not None:
-        configs = choice.find_drafters(configs, drafters)
+    configs = choice.find_drafters(configs, drafters, target.target)
     chosen = prompts()
     model = open_target(target)
     runners = open_all(model, configs, raw=False)

@@ -21,6 +21,7 @@ from forespeak.cli.options import (
     SettingOptions,
     TargetOptions,
 )
+from forespeak.drafters.shipped import with_shipped
 from forespeak.errors import OptionError, PromptError
 from forespeak.sampling import SamplingParams
 from forespeak.types import Completion
@@ -54,7 +55,7 @@ def generate(
     output: OutputOptions,
 ) -> None:
     """Continue a prompt; the text streams to standard output."""
-    config = settings.config(method.method)
+    config = with_shipped(settings.config(method.method), target.target)
     check(config)
     if logprobs is not None and not output.json:
         raise OptionError(

@@ -91,7 +91,8 @@ class SettingOptions:
         str | None,
         Option(
             help="The drafter: folder or Hub id of a checkpoint; for draft_model any model, or "
-            "truncate:N for the target's first N layers.",
+            "truncate:N for the target's first N layers. Left out: the one that is shipped for the "
+            "target, if any.",
             show_default=_OWN_DEFAULT,
             rich_help_panel=_METHOD,
         ),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from typer import Argument, Option
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from forespeak.train.loop import Outcome, StepReport
     from forespeak.train.recipe import Recipe
     from forespeak.train.session import Request, Trained, Watchers
+
+T = TypeVar("T")
 
 _SAY_EVERY_S = 30.0
 _RUN = "Run"
@@ -33,8 +35,11 @@ def train(
     ],
     *,
     data: Annotated[
-        Path | None,
-        Option(help="Folder of dialogues, from `forespeak data generate`.", rich_help_panel=_RUN),
+        list[Path] | None,
+        Option(
+            help="Folder of dialogues, from `forespeak data generate`; several times.",
+            rich_help_panel=_RUN,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -64,6 +69,15 @@ def train(
         Option("--resume", help="Go on with the run in --out, if one is there.",
                rich_help_panel=_RUN),
     ] = False,
+    start_from: Annotated[
+        Path | None,
+        Option(
+            help="Folder of a drafter of this method whose sizes and weights training goes on "
+            "from, with fresh optimizer and schedule.",
+            show_default="fresh weights",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     features: Annotated[
         Path | None,
         Option(
@@ -103,6 +117,7 @@ def train(
             consoles.write(as_toml(resolved))
         return
     request = _request(resolved, data, out, target, features, resume, time_limit)
+    request = replace(request, start_from=_start(start_from, set_))
     with consoles.waiting("Checking the recipe"):
         from forespeak.train.atomic import full_disk_said
         from forespeak.train.loop import stopping_signals
@@ -127,7 +142,7 @@ def features(
         Argument(help="Methods, recipes or TOML files that will share the features."),
     ],
     *,
-    data: Annotated[Path | None, Option(help="Folder of dialogues.")] = None,
+    data: Annotated[list[Path] | None, Option(help="Folder of dialogues; several times.")] = None,
     out: Annotated[Path | None, Option(help="Folder to keep the features in.")] = None,
     set_: Annotated[
         list[str] | None,
@@ -182,9 +197,20 @@ def _changes(given: Sequence[str] | None) -> dict[str, str]:
     return changes
 
 
+def _start(folder: Path | None, given: Sequence[str] | None) -> Path | None:
+    """The drafter to start from, whose sizes are its own."""
+    changed = [name for name in _changes(given) if name.startswith("drafter.")]
+    if folder is not None and changed:
+        raise OptionError(
+            f"--set {changed[0]} and --start-from exclude each other: the drafter in {folder} has "
+            "its sizes already. Leave one out."
+        )
+    return folder
+
+
 def _request(
     recipe: Recipe,
-    data: Path | None,
+    data: Sequence[Path] | None,
     out: Path | None,
     target: ModelOptions,
     features: Path | None,
@@ -195,17 +221,17 @@ def _request(
 
     return Request(
         recipe=recipe,
-        data=_given(data, "--data", "a folder that `forespeak data generate` wrote"),
+        data=_given(data or None, "--data", "a folder that `forespeak data generate` wrote"),
         out=_given(out, "--out", "the folder to write the drafter to"),
         features=features, resume=resume,
         time_limit_s=None if time_limit is None else 60 * time_limit, **asdict(target),
     )  # fmt: skip
 
 
-def _given(folder: Path | None, option: str, what: str) -> Path:
-    if folder is None:
+def _given(value: T | None, option: str, what: str) -> T:
+    if value is None:
         raise OptionError(f"{option} was not given; name {what}.")
-    return folder
+    return value
 
 
 @contextmanager

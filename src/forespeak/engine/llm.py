@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from forespeak.drafters.loader import load_drafter
+from forespeak.drafters.shipped import with_shipped
 from forespeak.drafters.table import METHODS
 from forespeak.engine.decode import Decoding
 from forespeak.engine.proposer import Cascade, Proposer, Proposing
@@ -37,7 +38,8 @@ class LLM:
         method: how to draft; names joined with ``+`` make a cascade.
         drafter, builder, num_speculative_tokens, node_budget, tree_depth, tree_top_k, tree_shape,
             confidence_threshold, recursion_state, lookup_min, lookup_max, draft_sampling, rule:
-            see :class:`SpeculationConfig`; None takes the method's default.
+            see :class:`SpeculationConfig`; None takes the method's default, and as drafter the one
+            that is shipped for the target, if any.
         dtype, device, threads, context_length: of the target, where it is given by name.
 
     Raises:
@@ -80,6 +82,8 @@ class LLM:
             confidence_threshold=confidence_threshold, recursion_state=recursion_state,
             lookup_min=lookup_min, lookup_max=lookup_max, draft_sampling=draft_sampling, rule=rule,
         )  # fmt: skip
+        name = target.name if isinstance(target, Target) else target
+        asked = with_shipped(asked, name)
         resolved = resolve(asked)  # refuses before anything is loaded
         refuse_missing_drafter(resolved)
         choose_rules(resolved, 0.0)  # and so does a rule that cannot verify such drafts

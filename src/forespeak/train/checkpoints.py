@@ -51,11 +51,13 @@ class Identity:
     Attributes:
         target, precision: the model, and how it ran.
         data: digest of the texts.
+        start: digest of the drafter that it went on from, empty for a fresh one.
     """
 
     target: str
     precision: str
     data: str
+    start: str = ""
 
 
 def save_checkpoint(
@@ -151,6 +153,7 @@ def _check_same(
         ("target", before.target, identity.target),
         ("precision of the target", before.precision, identity.precision),
         ("data", before.data, identity.data),
+        ("drafter to start from", before.start, identity.start),
     ):
         if then != now:
             raise TrainingError(

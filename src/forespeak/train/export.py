@@ -128,6 +128,7 @@ def model_card(
             f"| held-out texts | loss {outcome.held_out['loss']:.3f}, acceptance length "
             f"{outcome.held_out['acceptance_length']:.2f} under teacher forcing, bonus included |"
         )
+    lines += _calibration_lines(provenance.get("calibration"))
     if progress.skipped:
         lines.append(f"| skipped steps | {progress.skipped}, not finite |")
     lines += [
@@ -152,6 +153,18 @@ def _ending(outcome: Outcome) -> str:
     return {
         "complete": "the whole run", "time": "the time limit came first", "signal": "stopped",
     }[outcome.ending]  # fmt: skip
+
+
+def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
+    """What the temperatures of the confidences bring, in percent."""
+    if found is None:
+        return []
+    before, after = ([f"{100 * e:.1f}" for e in found[f"ece_{n}"]] for n in ("before", "after"))
+    how = "greedy" if found["greedy"] else "temperature 1"
+    return [
+        f"| calibration error of the confidences, depth by depth | before: {', '.join(before)} %; "
+        f"after: {', '.join(after)} % ({how}, {found['num_blocks']} blocks) |"
+    ]
 
 
 def _stored(tensor: Tensor) -> Tensor:

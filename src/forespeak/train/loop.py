@@ -24,7 +24,7 @@ from forespeak.errors import TrainingError
 from forespeak.train.batches import Collator, Group, Order, drawing
 from forespeak.train.checkpoints import Identity, Progress, load_checkpoint, save_checkpoint
 from forespeak.train.devices import Devices, OneProcess
-from forespeak.train.objective import Loss, Objective
+from forespeak.train.objective import Batch, Loss, Objective
 from forespeak.train.optimizer import Optimizer, rate_at
 from forespeak.train.recipe import Recipe
 from forespeak.train.step_log import StepLog
@@ -167,6 +167,12 @@ def stopping_signals() -> Iterator[Stop]:
             signal.signal(number, handler)
 
 
+def held_out_batches(job: Job) -> Iterator[tuple[Batch, torch.Generator]]:
+    """The texts that measure progress, with the randomness that is always theirs."""
+    for number, group in enumerate(job.held_out):
+        yield job.collator.batch(group), drawing(job.recipe.seed, _HELD_OUT_STEP, number)
+
+
 class _Run:
     """A run under way."""
 
@@ -272,7 +278,7 @@ class _Run:
         job.objective.network.train()
         for number in range(job.devices.rank, len(groups), job.devices.count):
             generator = drawing(job.recipe.seed, self._progress.step, number)
-            loss = self._loss(groups[number], generator)
+            loss = self._loss(job.collator.batch(groups[number]), generator)
             if loss.weight > 0:
                 (loss.total * loss.weight).backward()  # type: ignore[no-untyped-call]
             sums.add(loss)
@@ -282,13 +288,13 @@ class _Run:
         """Of a process that has no micro-batch in this step: the names of the others' parts."""
         sums = _Sums()
         with torch.no_grad():
-            loss = self._loss(groups[0], drawing(self._job.recipe.seed, self._progress.step, 0))
+            batch = self._job.collator.batch(groups[0])
+            loss = self._loss(batch, drawing(self._job.recipe.seed, self._progress.step, 0))
         sums.add(replace(loss, total=torch.zeros(()), weight=0.0))
         return sums
 
-    def _loss(self, group: Group, generator: torch.Generator) -> Loss:
+    def _loss(self, batch: Batch, generator: torch.Generator) -> Loss:
         job = self._job
-        batch = job.collator.batch(group)
         low = job.recipe.compute.dtype == "bfloat16"
         with torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=low):
             return job.objective.loss(batch, generator)
@@ -337,8 +343,8 @@ class _Run:
         sums = _Sums()
         self._job.objective.network.eval()
         with torch.no_grad():
-            for number, group in enumerate(self._job.held_out):
-                sums.add(self._loss(group, drawing(self._job.recipe.seed, _HELD_OUT_STEP, number)))
+            for batch, generator in held_out_batches(self._job):
+                sums.add(self._loss(batch, generator))
         total, weight, reach, *_ = sums.sums
         if not weight:
             return None

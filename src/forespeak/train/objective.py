@@ -13,7 +13,7 @@ D depths.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -140,6 +140,18 @@ class Objective(ABC):
             batch: on the network's device.
             generator: draws positions, anchors and noise; on the CPU.
         """
+
+    def calibrate(self, batches: Iterable[tuple[Batch, torch.Generator]]) -> dict[str, Any]:
+        """Settle in ``config`` what is measured when the weights are done, not learned with them.
+
+        Args:
+            batches: held-out texts and their randomness; not looked at where there is nothing to
+                measure.
+
+        Returns:
+            What was found, for the drafter's provenance.
+        """
+        return {}
 
     def tensors(self) -> dict[str, Tensor]:
         """The drafter under internal names, as the family's ``write`` takes it."""

@@ -7,7 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from forespeak.train.dialogues import Sample
 
@@ -39,6 +40,15 @@ def digest_samples(samples: Sequence[Sample]) -> str:
         spans = [place for span in sample.spans for place in span]
         numbers = [len(sample.token_ids), *sample.token_ids, len(spans), *spans]
         digest.update(np.asarray(numbers, np.int64).tobytes())
+    return digest.hexdigest()
+
+
+def digest_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names, shapes and values of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {list(tensor.shape)} ".encode())
+        digest.update(tensor.double().numpy().tobytes())
     return digest.hexdigest()
 
 

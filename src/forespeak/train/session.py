@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from forespeak.errors import DataError, OptionError
 from forespeak.train.batches import Collator, Order, TextSet, select_texts
+from forespeak.train.beginning import digest_start, fresh_start, start_from
 from forespeak.train.checkpoints import Identity, list_checkpoints
 from forespeak.train.devices import Devices, open_devices
 from forespeak.train.dialogues import read_samples
@@ -24,11 +26,9 @@ from forespeak.train.feature_cache import (
     write_cache,
 )
 from forespeak.train.features import FeatureSource, LiveFeatures, Needs
-from forespeak.train.loop import Job, Outcome, StepReport, Stop, train
+from forespeak.train.loop import Job, Outcome, StepReport, Stop, held_out_batches, train
 from forespeak.train.objective import (
     Objective,
-    Start,
-    drafter_config,
     make_objective,
     settings_class,
     trainable,
@@ -38,7 +38,6 @@ from forespeak.train.recipe import Recipe
 from forespeak.train.step_log import plot_log
 from forespeak.train.target import TrainingTarget, open_training_target, target_view
 from forespeak.train.typed_tables import build
-from forespeak.train.vocabulary import choose_words, count_tokens
 
 _HELD_OUT_BATCHES = 16  # measured at a time, at most
 
@@ -50,22 +49,25 @@ class Request:
     Attributes:
         recipe: what to train, and how.
         target, dtype, device, threads: the model, in which precision and where it runs.
-        data: folder of dialogues.
+        data: folders of dialogues, in order.
         out: folder of the run and the drafter.
         features: folder of the cache; None puts it into ``out``.
         resume: go on with the run in ``out``; without one, begin it.
+        start_from: folder of a drafter whose sizes and weights training goes on from; the recipe's
+            ``drafter`` section then has no say.
         time_limit_s: seconds from the start of the command; None takes as long as it takes.
     """
 
     recipe: Recipe
     target: str
-    data: Path
+    data: Sequence[Path]
     out: Path
     features: Path | None = None
     dtype: str = "auto"
     device: str = "auto"
     threads: int | None = None
     resume: bool = False
+    start_from: Path | None = None
     time_limit_s: float | None = None
 
 
@@ -99,6 +101,29 @@ class Trained:
     files: list[Path]
     num_parameters: int
     picture: Path | None
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run's parts, before it knows where its features come from."""
+
+    target: TrainingTarget
+    devices: Devices
+    data: TextSet
+    figures: DataFigures
+    objective: Objective
+
+
+def open_session(request: Request, watchers: Watchers) -> Session:
+    """Load what a request names.
+
+    Raises:
+        OptionError, DataError, ModelError: see the parts.
+    """
+    target, devices = _opened(request)
+    data, figures = _data(request, target, watchers)
+    objective = _objective(request.recipe, target, data, request.start_from)
+    return Session(target, devices, data, figures, objective)
 
 
 def check_request(request: Request) -> None:
@@ -151,12 +176,14 @@ def run_request(
     """
     begun = time.monotonic()
     watchers, stop = watchers or Watchers(), stop or Stop()
+    if request.start_from is not None:  # its sizes are its own
+        request = replace(request, recipe=replace(request.recipe, drafter={}))
     deadline = None if request.time_limit_s is None else begun + request.time_limit_s
     check_request(request)
     recipe = request.recipe
-    target, devices = _opened(request)
-    data, figures = _data(request, target, watchers)
-    objective = _objective(recipe, target, data)
+    opened = open_session(request, watchers)
+    target, devices, objective = opened.target, opened.devices, opened.objective
+    data, figures = opened.data, opened.figures
     needs = Needs(objective.taps, objective.needs_hidden)
     count = sum(parameter.numel() for parameter in objective.network.parameters())
     watchers.note(
@@ -170,9 +197,10 @@ def run_request(
     outcome = train(job, deadline=deadline, on_step=watchers.on_step, stop=stop)
     if devices.rank or not outcome.progress.step:
         return Trained(outcome, [], count, None)
+    measured = objective.calibrate(held_out_batches(job))
     files = export(
         request.out, objective, recipe, target.name, target.model.dtype_name, outcome, figures,
-        job.provenance, target.tokenizer,
+        {**job.provenance, **measured}, target.tokenizer,
     )  # fmt: skip
     return Trained(outcome, files, count, plot_log(request.out))
 
@@ -233,37 +261,33 @@ def _data(
             f"{target.name} has no tokenizer, which dialogues are rendered with; put the tokenizer "
             "files beside the weights."
         )
-    read = read_samples(request.data, target.tokenizer)
-    refused = sum(read.refused.values())
-    for reason, count in read.refused.items():
+    samples, refused = [], Counter[str]()
+    for folder in request.data:
+        read = read_samples(folder, target.tokenizer)
+        samples += read.samples
+        refused += read.refused
+    for reason, count in refused.items():
         watchers.note(f"{count} dialogues are left out: {reason}.")
-    data = select_texts(read.samples, request.recipe.data, request.recipe.seed)
+    data = select_texts(samples, request.recipe.data, request.recipe.seed)
     supervised = sum(end - begin for n in data.trained for begin, end in data.spans[n])
     figures = DataFigures(
-        request.data.name, len(data.trained), len(data.held_out), data.too_short, refused,
-        supervised, digest_samples(read.samples),
+        ", ".join(folder.name for folder in request.data), len(data.trained), len(data.held_out),
+        data.too_short, refused.total(), supervised, digest_samples(samples),
     )  # fmt: skip
     return data, figures
 
 
-def _objective(recipe: Recipe, target: TrainingTarget, data: TextSet) -> Objective:
+def _objective(
+    recipe: Recipe, target: TrainingTarget, data: TextSet, folder: Path | None = None
+) -> Objective:
     dtype = torch.bfloat16 if recipe.compute.dtype == "bfloat16" else torch.float32
-    config = drafter_config(recipe.method, target.config, recipe.drafter_changes())
-    generator = torch.Generator().manual_seed(recipe.seed)
-    start = Start(generator, token_ids=_draft_vocabulary(config, target, data))
+    if folder is None:
+        config, start = fresh_start(recipe, target, data)
+    else:
+        config, start = start_from(folder, recipe, target)
     return make_objective(
         recipe.method, config, target_view(target, dtype=dtype), objective_settings(recipe), start
     )
-
-
-def _draft_vocabulary(config: Any, target: TrainingTarget, data: TextSet) -> torch.Tensor | None:
-    """The words that the target writes most, and those that end a text."""
-    size = getattr(config, "draft_vocab_size", None)  # a draft model has the target's
-    if size is None or size == target.config.vocab_size:
-        return None
-    texts = [(data.texts[number], data.spans[number]) for number in data.trained]
-    counts = count_tokens(texts, target.config.vocab_size)
-    return choose_words(counts, size, always=target.config.eos_token_ids).token_ids
 
 
 def _source(
@@ -330,9 +354,11 @@ def _job(
         aside = Order(data.held_out, lengths, replace(recipe.batch, micro_batches=1), recipe.seed)
         steps = min(aside.num_steps(1), _HELD_OUT_BATCHES)
         held_out = [aside.step(step)[0] for step in range(steps)]
+    start = digest_start(request.start_from)
+    origin = {} if request.start_from is None else {"start_from": request.start_from.name}
     return Job(
         recipe=recipe, objective=objective, order=order,
         collator=Collator(data, source, target.device), held_out=held_out, out=request.out,
-        identity=Identity(target.name, target.model.dtype_name, figures.digest),
-        device=target.device, devices=devices, provenance=provenance(target.device),
+        identity=Identity(target.name, target.model.dtype_name, figures.digest, start),
+        provenance=provenance(target.device) | origin, device=target.device, devices=devices,
     )  # fmt: skip

@@ -12,7 +12,9 @@ in the official code. Weights of depths and blocks are DFlash's; the official co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +26,7 @@ from forespeak.train.laws import Scored
 from forespeak.train.losses import HIT, Mix, Product, chance_loss
 from forespeak.train.objective import Batch, Start, TargetView
 from forespeak.train.objectives.dflash import BlockObjective, Blocks, BlockSettings, begin_block
+from forespeak.train.sts import calibrate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +36,16 @@ class DSparkTraining(BlockSettings):
     Attributes:
         soft, hard, l1: as everywhere, with the official weights as defaults.
         confidence: weight of the confidence head's loss.
+        calibrate: fit the temperatures of the confidences to held-out texts in the end (STS).
+        calibrate_greedy: to greedy acceptance instead of that at temperature 1.
     """
 
     soft: float = 0.0
     hard: float = 0.1
     l1: float = 0.9
     confidence: float = 1.0
+    calibrate: bool = True
+    calibrate_greedy: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -60,7 +67,7 @@ class DSparkObjective(BlockObjective):
         token_ids: Tensor | None,
     ) -> None:
         super().__init__(config, target, settings, network, token_ids)
-        self._confidence = settings.confidence
+        self._spark = settings
 
     def _corrections(self, blocks: Blocks, at: tuple[Tensor, Tensor]) -> list[Product]:
         head = self.network.markov_head
@@ -77,7 +84,19 @@ class DSparkObjective(BlockObjective):
             return super()._further(blocks, at, scored, weights)
         losses = chance_loss(logits.flatten(0, 1)[at], scored.chances.clamp(0, 1))
         loss = (losses * weights).sum()
-        return self._confidence * loss, {"confidence": float(loss.detach())}
+        return self._spark.confidence * loss, {"confidence": float(loss.detach())}
+
+    def calibrate(self, batches: Iterable[tuple[Batch, torch.Generator]]) -> dict[str, Any]:
+        """See ``sts.py``; texts too short to observe anything leave the confidences as they are."""
+        if not (self._spark.calibrate and self.config.confidence_head):
+            return {}
+        greedy = self._spark.calibrate_greedy
+        seen = [self.observed(batch, generator, greedy=greedy) for batch, generator in batches]
+        if not sum(len(accepted) for _, accepted in seen):
+            return {}
+        found = calibrate(*(torch.cat(parts) for parts in zip(*seen, strict=True)))
+        self.config = replace(self.config, temperatures=found.temperatures)
+        return {"calibration": {"greedy": greedy, **asdict(found)}}
 
     @torch.no_grad()
     def observed(

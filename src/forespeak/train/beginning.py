@@ -1,0 +1,79 @@
+"""What a run begins with: a fresh drafter of the recipe's sizes, or one that is there already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forespeak.errors import DrafterError, OptionError
+from forespeak.formats.drafters import read_drafter
+from forespeak.train.batches import TextSet
+from forespeak.train.objective import Start, drafter_config, trainable
+from forespeak.train.provenance import digest_tensors
+from forespeak.train.recipe import Recipe
+from forespeak.train.target import TrainingTarget
+from forespeak.train.vocabulary import choose_words, count_tokens
+
+
+def fresh_start(recipe: Recipe, target: TrainingTarget, data: TextSet) -> tuple[Any, Start]:
+    """A config and weights of the recipe's sizes.
+
+    Raises:
+        OptionError: a field that the config lacks, or a value that cannot be.
+        DrafterError: the target lacks what the drafter would read.
+    """
+    config = drafter_config(recipe.method, target.config, recipe.drafter_changes())
+    generator = torch.Generator().manual_seed(recipe.seed)
+    return config, Start(generator, token_ids=_draft_vocabulary(config, target, data))
+
+
+def start_from(folder: Path, recipe: Recipe, target: TrainingTarget) -> tuple[Any, Start]:
+    """A drafter's own config and weights, to go on from.
+
+    Raises:
+        OptionError: the method makes a model of its own, or the drafter is another method's.
+        CheckpointError: the drafter cannot be read.
+        DrafterError: it does not fit the target.
+    """
+    if trainable(recipe.method).writes:
+        raise OptionError(
+            f"{recipe.method} writes a model of its own, which is no drafter to start from; leave "
+            "--start-from out, or give that model as --target."
+        )
+    found = read_drafter(folder)
+    if found.method != recipe.method:
+        raise OptionError(
+            f"{folder} is a drafter of method {found.method} and the recipe trains "
+            f"{recipe.method}; take the recipe {found.method}, or another drafter."
+        )
+    found.config.check_target(target.config)
+    vocab_size = found.config.vocab_size
+    if vocab_size is not None and vocab_size != target.config.vocab_size:
+        raise DrafterError(
+            f"{folder} is for a vocabulary of {vocab_size} and {target.name} has "
+            f"{target.config.vocab_size}; a drafter's target must be the one it was made for."
+        )
+    tensors = {name: _trained(tensor) for name, tensor in found.tensors().items()}
+    return found.config, Start(torch.Generator().manual_seed(recipe.seed), tensors=tensors)
+
+
+def digest_start(folder: Path | None) -> str:
+    """What tells one drafter to start from from another; empty for a fresh start."""
+    return "" if folder is None else digest_tensors(read_drafter(folder).tensors())
+
+
+def _trained(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _draft_vocabulary(config: Any, target: TrainingTarget, data: TextSet) -> Tensor | None:
+    """The words that the target writes most, and those that end a text."""
+    size = getattr(config, "draft_vocab_size", None)  # a draft model has the target's
+    if size is None or size == target.config.vocab_size:
+        return None
+    texts = [(data.texts[number], data.spans[number]) for number in data.trained]
+    counts = count_tokens(texts, target.config.vocab_size)
+    return choose_words(counts, size, always=target.config.eos_token_ids).token_ids

@@ -1,0 +1,115 @@
+"""What a run begins with and what is measured at its end: a drafter to go on from, temperatures."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from forespeak.errors import CheckpointError, OptionError, TrainingError
+from forespeak.formats.drafters import read_drafter
+from forespeak.train.session import Request, Watchers, run_request
+from tests.train.stubs import KilledHere, Steps
+from tests.train.tiny_run import request, tiny_recipe
+
+pytestmark = pytest.mark.slow
+
+SETTINGS = {"dflash": {"num_anchors": 8}, "dspark": {"num_anchors": 8}}
+METHODS = ("medusa", "mtp_parallel", "mtp", "eagle", "eagle3", "dflash", "dspark")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tiny")
+
+
+def losses_of(asked: Request) -> list[float]:
+    steps = Steps()
+    run_request(asked, Watchers(on_step=steps))
+    return [report.loss for report in steps.reports]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_goes_on_from_a_drafter(root: Path, tmp_path: Path, method):
+    drafter = {"draft_vocab_size": 20}
+    recipe = tiny_recipe(
+        method, schedule={"steps": 40}, objective=SETTINGS.get(method, {}), drafter=drafter
+    )
+    first = request(root, recipe, out=tmp_path / "first")
+    before = losses_of(first)
+    # The sizes are the drafter's own: the recipe's have no say.
+    other = replace(recipe, drafter={"draft_vocab_size": 12}, seed=recipe.seed)
+    second = replace(first, recipe=other, out=tmp_path / "second", start_from=first.out)
+    after = losses_of(second)
+    # The same texts in the same order: the first steps are where the first run ended.
+    assert sum(after[:5]) < 0.9 * sum(before[:5])
+    one, two = read_drafter(first.out), read_drafter(second.out)
+    assert two.config.draft_vocab_size == 20
+    assert torch.equal(one.tensors()["d2t"], two.tensors()["d2t"])
+    record = json.loads((second.out / "provenance.json").read_text())
+    assert record["start_from"] == "first" and record["recipe"]["drafter"] == {}
+
+
+def test_the_first_step_has_the_drafters_weights(root: Path, tmp_path: Path):
+    recipe = tiny_recipe("eagle3", schedule={"steps": 10}, data={"held_out": 0.0})
+    first = request(root, recipe, out=tmp_path / "first")
+    losses_of(first)
+    still = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=1e-12))
+    second = replace(first, recipe=still, out=tmp_path / "second", start_from=first.out)
+    losses_of(second)
+    one, two = read_drafter(first.out).tensors(), read_drafter(second.out).tensors()
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_a_killed_run_resumes_from_its_own_start_only(root: Path, tmp_path: Path):
+    recipe = tiny_recipe("medusa", schedule={"steps": 20}, save={"every": 5})
+    first = request(root, recipe, out=tmp_path / "first")
+    losses_of(first)
+    whole = replace(first, out=tmp_path / "whole", start_from=first.out)
+    losses_of(whole)
+    cut = replace(whole, out=tmp_path / "cut", resume=True)
+    with pytest.raises(KilledHere):
+        run_request(cut, Watchers(on_step=Steps(kill_at=13)))
+    with pytest.raises(TrainingError, match="another drafter to start from"):
+        run_request(replace(cut, start_from=whole.out))
+    run_request(cut)
+    one, two = read_drafter(whole.out).tensors(), read_drafter(cut.out).tensors()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_what_cannot_be_started_from(root: Path, tmp_path: Path):
+    recipe = tiny_recipe("medusa")
+    asked = request(root, recipe, out=tmp_path / "out")
+    run_request(asked)
+    other = replace(asked, out=tmp_path / "other", start_from=asked.out)
+    for method, match in (
+        ("eagle3", "is a drafter of method medusa and the recipe trains eagle3"),
+        ("draft_model", "draft_model writes a model of its own"),
+        ("medusa2", "medusa2 writes a model of its own"),
+    ):
+        with pytest.raises(OptionError, match=match):
+            run_request(replace(other, recipe=tiny_recipe(method)))
+    with pytest.raises(CheckpointError):
+        run_request(replace(other, start_from=tmp_path / "nowhere"))
+
+
+def test_confidences_are_calibrated(root: Path, tmp_path: Path):
+    recipe = tiny_recipe(
+        "dspark", schedule={"steps": 40}, objective={"num_anchors": 8}, data={"held_out": 0.4}
+    )
+    asked = request(root, recipe, out=tmp_path / "out")
+    run_request(asked)
+    found = json.loads((asked.out / "provenance.json").read_text())["calibration"]
+    config = read_drafter(asked.out).config
+    assert list(config.temperatures) == pytest.approx(found["temperatures"])
+    assert len(config.temperatures) == config.max_depth and found["num_blocks"] > 0
+    # Among the temperatures tried is 1, so that the first depth cannot come out worse.
+    assert found["ece_after"][0] <= found["ece_before"][0] + 1e-9
+    assert "calibration error" in (asked.out / "README.md").read_text()
+    off = replace(recipe, objective={"num_anchors": 8, "calibrate": False})
+    run_request(replace(asked, recipe=off, out=tmp_path / "off"))
+    assert read_drafter(tmp_path / "off").config.temperatures == ()
