@@ -7,8 +7,8 @@
 #   DEVICE=cuda MINUTES=1 runs/smollm2.sh   on a GPU
 #   METHODS="eagle3 dspark" runs/smollm2.sh
 #
-#   PROMPTS  folder of prompt files (default ../shared/data/train_prompts); where there is none the
-#            target writes WRITTEN prompts itself (default 2000)
+#   PROMPTS  folder of prompt files (default ../shared/data/train_prompts)
+#   WRITTEN  prompts that the target writes itself, besides (default 1300)
 #   MOST     prompts of each file at most, evenly taken (default 700)
 #   EXCLUDE  folder of evaluation prompts that must stay out (default ../shared/data/eval)
 #   OUT      working folder: dialogues, features, drafters, logs (default runs/smollm2)
@@ -20,7 +20,7 @@ EXCLUDE="${EXCLUDE:-../shared/data/eval}"
 OUT="${OUT:-runs/smollm2}"
 DEVICE="${DEVICE:-auto}"
 MINUTES="${MINUTES:-20}"
-WRITTEN="${WRITTEN:-2000}"
+WRITTEN="${WRITTEN:-1300}"
 MOST="${MOST:-700}"
 ROWS="${ROWS:-48}"
 LENGTH="${LENGTH:-192}"
@@ -41,19 +41,31 @@ for file in "$PROMPTS"/*.jsonl; do
     set -- "$@" --prompts "$taken"
     found=yes
 done
-if [ "$found" = no ]; then set -- "$@" --self-written "$WRITTEN"; fi
-"$FORESPEAK" data generate --out "$OUT/answers" --device "$DEVICE" --rows "$ROWS" \
-    --max-new-tokens "$LENGTH" "$@"
+generate() {
+    "$FORESPEAK" data generate --device "$DEVICE" --rows "$ROWS" --max-new-tokens "$LENGTH" \
+        --temperature 0.8 --greedy-share 0.7 "$@"
+}
+if [ "$found" = yes ]; then generate --out "$OUT/answers" "$@"; fi
+set --
+for file in "$EXCLUDE"/*.jsonl; do
+    if [ -f "$file" ]; then set -- "$@" --exclude "$file"; fi
+done
+generate --out "$OUT/self-written" --self-written "$WRITTEN" "$@"
+
+set --
+for folder in answers self-written; do
+    if [ -d "$OUT/$folder" ]; then set -- "$@" --data "$OUT/$folder"; fi
+done
 
 echo "== features"
 recipes=""
 for method in $METHODS; do recipes="$recipes smollm2/$method"; done
 # shellcheck disable=SC2086
-"$FORESPEAK" features $recipes --data "$OUT/answers" --out "$OUT/features" --device "$DEVICE"
+"$FORESPEAK" features $recipes "$@" --out "$OUT/features" --device "$DEVICE"
 
 for method in $METHODS; do
     echo "== $method"
-    "$FORESPEAK" train "smollm2/$method" --data "$OUT/answers" --features "$OUT/features" \
+    "$FORESPEAK" train "smollm2/$method" "$@" --features "$OUT/features" \
         --out "$OUT/drafters/$method" --device "$DEVICE" --time-limit "$MINUTES" --resume \
         --set schedule.follows=time
 done
