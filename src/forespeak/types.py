@@ -15,6 +15,10 @@ from forespeak.sampling import SamplingParams as SamplingParams
 if TYPE_CHECKING:
     from torch import Tensor
 
+Batching = Literal["auto", "rows", "lockstep"]
+"""How texts are written many at a time: ``rows`` is the engine's continuous batching, ``lockstep``
+the plain one whose decisions stay on the device; ``auto`` takes lockstep on CUDA."""
+
 FinishReason = Literal["stop", "length"]
 Expansion = Literal["none", "head", "forward"]
 

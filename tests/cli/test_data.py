@@ -174,6 +174,14 @@ REFUSED: list[tuple[list[str], str]] = [
         ["--prompts", "P", "--endpoint", "http://a", "--model", "m", "--rows", "3"],
         "--rows has no effect beside --endpoint",
     ),
+    (
+        ["--prompts", "P", "--endpoint", "http://a", "--model", "m", "--batching", "rows"],
+        "--batching has no effect beside --endpoint",
+    ),
+    (
+        ["--prompts", "P", "--time-limit", "0"],
+        "The time limit is 0 minutes",
+    ),
     (["--self-written", "3", "--endpoint", "http://a", "--model", "m"], "exclude each other"),
     (["--prompts", "P", "--endpoint", "a", "--model", "m"], "'a' is no address"),
     (["--prompts", "missing.jsonl"], "missing.jsonl does not exist"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 
 from forespeak.engine.llm import LLM
-from forespeak.errors import DataError
+from forespeak.engine.target import in_memory
+from forespeak.errors import DataError, OptionError
 from forespeak.sampling import SamplingParams
 from forespeak.train.dialogues import (
     DIALOGUES,
@@ -21,11 +23,12 @@ from forespeak.train.dialogues import (
     read_manifest,
     read_samples,
 )
-from forespeak.train.generate import EngineAnswers
+from forespeak.train.generate import EngineAnswers, Writer, picks_lockstep
 from forespeak.train.making import Jobs, Making, begin, jobs_of
 from forespeak.train.overlap import Exclusion
 from forespeak.train.prompt_sets import PromptSet
 from forespeak.train.talks import Job, Limits, Outcome
+from tests.tiny import tiny_decoder
 from tests.train.talking import CONTEXT, TOKENIZER, encode, manifest, prompt_set, target
 
 pytestmark = pytest.mark.slow
@@ -46,7 +49,7 @@ def jobs(*sets: PromptSet, **changes: Any) -> Jobs:
 
 
 def answers(num_rows: int = 4, limits: Limits = LIMITS) -> EngineAnswers:
-    return EngineAnswers(target(), num_rows=num_rows, limits=limits)
+    return EngineAnswers(Writer(target(), num_rows), limits=limits)
 
 
 def make(
@@ -342,3 +345,38 @@ def test_draws_follow_from_names_alone():
     many = jobs(prompt_set(*(["a"] for _ in range(2000))), greedy_share=0.25).jobs
     assert 400 < sum(job.temperature == 0 for job in many) < 600
     assert len({job.seed for job in many}) == 2000
+
+
+def test_out_of_time_everything_answered_stays_and_the_next_run_goes_on(tmp_path: Path):
+    make(tmp_path / "whole", jobs())
+    settings = SETTINGS
+    begun = begin(tmp_path / "cut", manifest(settings=settings), TOKENIZER)
+    making = Making(tmp_path / "cut", begun, jobs(), TOKENIZER)
+    done = making.run(answers(), deadline=time.monotonic() - 1.0)
+    assert not done.complete and not read_manifest(tmp_path / "cut").complete
+    kept = list(read_dialogues(tmp_path / "cut"))
+    assert len(kept) < len(list(read_dialogues(tmp_path / "whole")))
+    assert sum(done.counts.values()) == making.num_ended
+    make(tmp_path / "cut", jobs())
+    assert content(tmp_path / "cut") == content(tmp_path / "whole")
+
+
+def test_lockstep_writes_the_same_dialogues(tmp_path: Path):
+    """In float32, where rounding between the two is far from any tie of this model."""
+    model = tiny_decoder(target().model.config)
+    floating = in_memory(model, tokenizer=TOKENIZER, name="tiny")
+    for batching in ("rows", "lockstep"):
+        folder = tmp_path / batching
+        begun = begin(folder, manifest(settings=SETTINGS), TOKENIZER)
+        answerer = EngineAnswers(Writer(floating, 5, batching), limits=LIMITS)
+        Making(folder, begun, jobs(), TOKENIZER).run(answerer)
+    assert content(tmp_path / "lockstep") == content(tmp_path / "rows")
+
+
+def test_who_can_be_written_in_lockstep():
+    floating = in_memory(tiny_decoder(), tokenizer=TOKENIZER, name="tiny")
+    assert picks_lockstep(floating, "lockstep")
+    assert not picks_lockstep(floating, "auto") and not picks_lockstep(floating, "rows")
+    assert not picks_lockstep(target(), "auto")
+    with pytest.raises(OptionError, match="tiny runs in int8"):
+        picks_lockstep(target(), "lockstep")

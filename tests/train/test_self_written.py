@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from forespeak.engine.llm import LLM
 from forespeak.errors import DataError
 from forespeak.sampling import SamplingParams
+from forespeak.train.generate import Writer
 from forespeak.train.generate_prompts import PROMPTS, PromptBounds, PromptWriter, SelfWritten
 from forespeak.train.journal import read_lines
 from forespeak.train.overlap import Exclusion, words_of
@@ -23,7 +25,7 @@ def write(
     bounds: tuple[int, int] = (2, 40),
 ) -> SelfWritten:  # fmt: skip
     writer = PromptWriter(
-        target(), num_rows=num_rows, bounds=PromptBounds(*bounds), seed=5,
+        Writer(target(), num_rows), bounds=PromptBounds(*bounds), seed=5,
         exclusion=Exclusion(exclude),
     )  # fmt: skip
     kept: list[int] = []
@@ -85,3 +87,14 @@ def test_another_file_of_that_name_is_refused(tmp_path: Path):
     (tmp_path / PROMPTS).write_text('{"id": "a", "turns": ["b"]}\n')
     with pytest.raises(DataError, match="line 1 is no prompt that the target wrote"):
         write(tmp_path)
+
+
+def test_out_of_time_the_prompts_that_there_are_must_do(tmp_path: Path):
+    writer = PromptWriter(
+        Writer(target(), 4), bounds=PromptBounds(2, 40), seed=5, exclusion=Exclusion(())
+    )
+    found = writer.write(tmp_path, COUNT, deadline=time.monotonic() - 1.0)
+    assert len(found.prompts.prompts) < COUNT
+    whole = writer.write(tmp_path, COUNT)
+    assert whole == write(tmp_path / "other")
+    assert whole.prompts.prompts[: len(found.prompts.prompts)] == found.prompts.prompts

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from forespeak.train.talks import Limits, Outcome
 
 _SAY_EVERY_S = 60.0
+_PROMPTS_SHARE = 0.3  # of a time limit; the rest is for the answers
 
 
 def data() -> typer.Typer:
@@ -86,6 +87,8 @@ def generate(
     """
     if out is None:
         raise OptionError("No folder was given; name the one to write with --out FOLDER.")
+    begun = time.monotonic()
+    deadline = answers.deadline(begun)
     source.check()
     endpoint.check(source, answers, target)
     from forespeak.train.making import Making, begin, jobs_of
@@ -101,7 +104,8 @@ def generate(
     manifest = begin(out, planned, opened.tokenizer)
     written: dict[str, int] = {}
     if source.self_written is not None:
-        prompts, written = _self_written(opened, source, answers, exclusion, out)
+        half = answers.deadline(begun, share=_PROMPTS_SHARE)
+        prompts, written = _self_written(opened, source, answers, exclusion, out, half)
         sets = [prompts]
     jobs = jobs_of(
         sets, exclusion, seed=answers.seed, temperature=answers.temperature,
@@ -113,7 +117,9 @@ def generate(
     )  # fmt: skip
     answerer = _answerer(opened, answers, endpoint, limits)
     with consoles.progress("Answering", len(jobs.jobs)) as bar:
-        done = making.run(answerer, on_outcome=_Speed(bar, lambda: making.num_ended).note)
+        done = making.run(
+            answerer, on_outcome=_Speed(bar, lambda: making.num_ended).note, deadline=deadline
+        )
     _tell(out, done, output)
 
 
@@ -270,19 +276,22 @@ def _self_written(
     answers: AnswerOptions,
     exclusion: Exclusion,
     out: Path,
+    deadline: float | None,
 ) -> tuple[PromptSet, dict[str, int]]:
+    from forespeak.train.generate import Writer
     from forespeak.train.generate_prompts import PromptBounds, PromptWriter
 
     assert opened.target is not None and source.self_written is not None
     bounds = PromptBounds(source.min_written_tokens, source.max_written_tokens)
     writer = PromptWriter(
-        opened.target, num_rows=answers.num_rows, bounds=bounds, seed=answers.seed,
+        Writer(opened.target, answers.rows, answers.batching), bounds=bounds, seed=answers.seed,
         exclusion=exclusion,
     )  # fmt: skip
     with consoles.progress("Writing prompts", source.self_written) as bar:
         found = writer.write(
-            out, source.self_written, on_kept=lambda _: bar.advance("Writing prompts")
-        )
+            out, source.self_written, on_kept=lambda _: bar.advance("Writing prompts"),
+            deadline=deadline,
+        )  # fmt: skip
     return found.prompts, {f"prompts_{name}": number for name, number in found.counts.items()}
 
 
@@ -290,9 +299,10 @@ def _answerer(
     opened: _Opened, answers: AnswerOptions, endpoint: EndpointOptions, limits: Limits
 ) -> Answerer:
     if opened.target is not None:
-        from forespeak.train.generate import EngineAnswers
+        from forespeak.train.generate import EngineAnswers, Writer
 
-        return EngineAnswers(opened.target, num_rows=answers.num_rows, limits=limits)
+        writer = Writer(opened.target, answers.rows, answers.batching)
+        return EngineAnswers(writer, limits=limits)
     from forespeak.train.endpoint import EndpointAnswers
 
     return EndpointAnswers(endpoint.settings(), opened.tokenizer, limits)

@@ -10,6 +10,7 @@ from typer import Option
 
 from forespeak.cli.options import TargetOptions
 from forespeak.errors import OptionError
+from forespeak.types import Batching
 
 if TYPE_CHECKING:
     from forespeak.train.endpoint import EndpointSettings
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 _PROMPTS = "Prompts"
 _ANSWERS = "Answers"
 _ENDPOINT = "Endpoint"
-_ROWS = 48
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,15 +152,39 @@ class AnswerOptions:
         Option(
             min=1,
             help="Texts written at a time.",
-            show_default=str(_ROWS),
+            show_default="48, lockstep 512",
+            rich_help_panel=_ANSWERS,
+        ),
+    ] = None
+    batching: Annotated[
+        Batching,
+        Option(
+            help="rows: the engine's continuous batching. lockstep: a step for all texts, decided "
+            "on the device; many times as fast on a GPU. auto: lockstep on cuda.",
+            rich_help_panel=_ANSWERS,
+        ),
+    ] = "auto"
+    time_limit: Annotated[
+        float | None,
+        Option(
+            metavar="MINUTES",
+            help="Stop after so long and keep what is answered; the same command goes on.",
+            show_default="none",
             rich_help_panel=_ANSWERS,
         ),
     ] = None
 
-    @property
-    def num_rows(self) -> int:
-        """Rows, the default filled in."""
-        return self.rows or _ROWS
+    def deadline(self, begun: float, *, share: float = 1.0) -> float | None:
+        """When ``share`` of the time limit is over, on the clock of ``begun``.
+
+        Raises:
+            OptionError: a time limit that is none.
+        """
+        if self.time_limit is None:
+            return None
+        if self.time_limit <= 0:
+            raise OptionError(f"The time limit is {self.time_limit:g} minutes; allowed: above 0.")
+        return begun + 60 * share * self.time_limit
 
     def limits(self, context: int) -> Limits:
         """How long things get for a target with such a context."""
@@ -227,6 +251,7 @@ class EndpointOptions:
         idle = [name for name in ("dtype", "device", "threads")
                 if getattr(target, name) != getattr(TargetOptions, name)]  # fmt: skip
         idle += ["rows"] if answers.rows is not None else []
+        idle += ["batching"] if answers.batching != AnswerOptions.batching else []
         if idle:
             raise OptionError(
                 f"--{idle[0]} has no effect beside --endpoint, which runs the target; leave it out."

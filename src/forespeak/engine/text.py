@@ -132,6 +132,20 @@ class TextState:
             allowed = torch.stack(masks).to(logits.device)
         return self._pipeline.apply(logits, paths, allowed=allowed, drafted=True)
 
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """Token ids that end the text wherever they come."""
+        return self._stopper.ending_ids
+
+    def uniforms(self, count: int) -> list[float]:
+        """The next draws of its own verification randomness: one a token of plain decoding."""
+        return [self._uniforms.next() for _ in range(count)]
+
+    def write(self, tokens: Sequence[int]) -> KeptBlock:
+        """Append tokens that were chosen elsewhere by the same parameters, up to the end."""
+        assert self.params.logprobs is None and self._grammar is None
+        return self._settle(self._stopper.push(tokens), tokens)
+
     def plan(self, tree: CandidateTree) -> Plan:
         """Leave out what the grammar forbids."""
         if self._grammar is None:
@@ -164,9 +178,13 @@ class TextState:
         """
         tokens = [*(plan.tree.tokens[node] for node in verdict.path[1:]), verdict.bonus]
         block = self._stopper.push(tokens)
-        tokens = tokens[: block.num_kept]
         if self.params.logprobs is not None:
-            self._record(plan, verdict, logits, tokens)
+            self._record(plan, verdict, logits, tokens[: block.num_kept])
+        return self._settle(block, tokens)
+
+    def _settle(self, block: KeptBlock, tokens: Sequence[int]) -> KeptBlock:
+        """What follows from a block that the stopper has read."""
+        tokens = tokens[: block.num_kept]
         self._pipeline.advance(tokens)
         if self._grammar is not None and block.finish_reason is None:
             for token in tokens:

@@ -7,7 +7,7 @@ in ``types.py``, and G query heads, kv key-value heads, D head size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,9 @@ from forespeak.models.parameters import LayerTensors, OuterTensors, read_paramet
 from forespeak.models.rope import rope_frequencies
 from forespeak.types import Segment, TargetOutput
 
+Mix = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""Attention of one layer: (its number, q [T, heads, D], k and v [T, kv, D]) -> [T, heads * D]."""
+
 _CLIFF_ROWS = 5
 _TABLE_STEP = 1024  # positions are tabulated in chunks of one shape, so values never depend on use
 
@@ -37,14 +40,18 @@ class RopeTable:
 
     def lookup(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each [T, D/2] on the CPU, of positions [T]."""
-        while int(positions.max()) >= self.cos.shape[0]:
+        self.grow(int(positions.max()) + 1)
+        at = positions.cpu()
+        return self.cos[at], self.sin[at]
+
+    def grow(self, count: int) -> None:
+        """Tabulate the first ``count`` positions, at least."""
+        while count > self.cos.shape[0]:
             start = self.cos.shape[0]
             steps = torch.arange(start, start + _TABLE_STEP, dtype=torch.float32)
             angles = steps[:, None] * self._frequencies
             self.cos = torch.cat([self.cos, angles.cos() * self._factor])
             self.sin = torch.cat([self.sin, angles.sin() * self._factor])
-        at = positions.cpu()
-        return self.cos[at], self.sin[at]
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -175,6 +182,16 @@ class Decoder(TargetModel):
             dtype=self.dtype, device=self.device,
         )  # fmt: skip
 
+    @property
+    def windowed(self) -> list[bool]:
+        """[L] which layers have a sliding window."""
+        return [bool(flag) for flag in self._windowed]
+
+    def rotations(self, count: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin), each [P, D/2] on the device, of at least the first ``count`` positions."""
+        self._rope.grow(count)
+        return self._rope.cos.to(self.device), self._rope.sin.to(self.device)
+
     def truncated(self, num_layers: int) -> Decoder:
         model = copy.copy(self)
         model.config = first_layers_config(self.config, num_layers)
@@ -211,14 +228,12 @@ class Decoder(TargetModel):
         cache.append(segments, positions.tolist())
         cos, sin = (t.to(self.device) for t in self._rope.lookup(positions))
         masks = self._masks(cache, segments)
-        hidden = self.embed(tokens)  # [T, H]
-        tapped: dict[int, Tensor] = {}
-        for index, layer in enumerate(self._layers):
-            kind = int(self._windowed[index])
-            hidden = self._layer(hidden, index, layer, cos, sin, cache, segments, masks[kind])
-            if index in taps:
-                tapped[index] = hidden
-        hidden = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+
+        def mix(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            seen = masks[int(self._windowed[layer])]
+            return attend_rows(q, k, v, layer, cache, segments, seen, plain=self.plain_attention)
+
+        hidden, tapped = self.through_layers(self.embed(tokens), cos, sin, mix, taps)
         asked = hidden if logits_at is None else hidden[logits_at.to(self.device)]
         return TargetOutput(
             logits=self.head(asked),
@@ -231,16 +246,28 @@ class Decoder(TargetModel):
         spans = [None, self.config.sliding_window] if self._windowed.any() else [None]
         return [[dense_mask(cache, s, span, self.device) for s in segments] for span in spans]
 
-    def _layer(
+    def through_layers(
         self,
         hidden: Tensor,  # [T, H]
-        index: int,
-        layer: _Layer,
-        cos: Tensor,
+        cos: Tensor,  # [T, D/2]
         sin: Tensor,
-        cache: KVCache,
-        segments: Sequence[Segment],
-        masks: Sequence[Tensor],
+        mix: Mix,
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """All layers and the final norm, whoever keeps the keys and values.
+
+        Returns:
+            [T, H], and the outputs of the tapped layers by number.
+        """
+        tapped: dict[int, Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            hidden = self._layer(hidden, index, layer, cos, sin, mix)
+            if index in taps:
+                tapped[index] = hidden
+        return rms_norm(hidden, self._norm, self.config.rms_norm_eps), tapped
+
+    def _layer(
+        self, hidden: Tensor, index: int, layer: _Layer, cos: Tensor, sin: Tensor, mix: Mix
     ) -> Tensor:
         c = self.config
         normed = rms_norm(hidden, layer.attention_norm, c.rms_norm_eps)
@@ -251,10 +278,7 @@ class Decoder(TargetModel):
             q = rms_norm(q, layer.query_norm, c.rms_norm_eps)
             k = rms_norm(k, layer.key_norm, c.rms_norm_eps)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = attend_rows(
-            q, k, v, index, cache, segments, masks, plain=self.plain_attention
-        )  # fmt: skip
-        hidden = hidden + linear(mixed, layer.out, layer.out_bias)
+        hidden = hidden + linear(mix(index, q, k, v), layer.out, layer.out_bias)
         normed = rms_norm(hidden, layer.mlp_norm, c.rms_norm_eps)
         gate, up = linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         return hidden + linear(F.silu(gate) * up, layer.down, layer.down_bias)

@@ -67,6 +67,11 @@ class Stopper:
         self._is_finished = False
 
     @property
+    def ending_ids(self) -> frozenset[int]:
+        """Token ids that end the text: end-of-sequence unless ignored, and stop tokens."""
+        return self._eos_ids | self._stop_ids
+
+    @property
     def num_tokens(self) -> int:
         """Kept tokens so far."""
         return self._num_tokens

@@ -10,17 +10,42 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from forespeak.engine.batch import BatchDecoding, BatchText
+from forespeak.engine.lockstep import LockstepDecoding
 from forespeak.engine.settings import choose_rules, resolve
 from forespeak.engine.target import Target
 from forespeak.engine.text import TextState, Vocabulary
-from forespeak.errors import ModelError
+from forespeak.errors import ModelError, OptionError
+from forespeak.models.decoder import Decoder
 from forespeak.models.tokenizer import Tokenizer
 from forespeak.sampling import SamplingParams
 from forespeak.train.talks import Job, Limits, Outcome, Talk
 from forespeak.train.turns import TurnMarks
-from forespeak.types import SpeculationConfig
+from forespeak.types import Batching, SpeculationConfig
 
 _PREFILL_TOKENS = 512  # a step of that many is still short beside a row's whole answer
+
+
+_ROWS, _LOCKSTEP_ROWS = 48, 512
+
+
+def picks_lockstep(target: Target, batching: Batching) -> bool:
+    """Whether texts are written in lockstep.
+
+    Raises:
+        OptionError: lockstep was asked for and the model runs otherwise.
+    """
+    fits = isinstance(target.model, Decoder)
+    if batching == "lockstep" and not fits:
+        raise OptionError(
+            "--batching lockstep runs models of the built-in families in float32 or bfloat16; "
+            f"{target.name} runs in {target.model.dtype_name}. Take --batching rows, or another "
+            "--dtype."
+        )
+    return fits and (batching == "lockstep" or (batching == "auto" and _on_gpu(target)))
+
+
+def _on_gpu(target: Target) -> bool:
+    return target.model.device.type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -29,11 +54,13 @@ class Writer:
 
     Attributes:
         target: with a tokenizer.
-        num_rows: texts at a time.
+        num_rows: texts at a time; None takes 48, or 512 in lockstep.
+        batching: how.
     """
 
     target: Target
-    num_rows: int
+    num_rows: int | None = None
+    batching: Batching = "auto"
 
     def text(self, prompt_ids: list[int], params: SamplingParams) -> BatchText:
         """A text to write. It is not decoded to characters: data are token ids."""
@@ -43,11 +70,17 @@ class Writer:
             prompt_ids, TextState(params, prompt_ids, Vocabulary(size, eos_ids)), rules
         )
 
-    def batch(self) -> BatchDecoding:
-        """Rows to write in."""
-        return BatchDecoding(
-            self.target.model, num_rows=self.num_rows, prefill_tokens=_PREFILL_TOKENS
-        )
+    def batch(self) -> BatchDecoding | LockstepDecoding:
+        """Rows to write in.
+
+        Raises:
+            OptionError: see :func:`picks_lockstep`.
+        """
+        model = self.target.model
+        if picks_lockstep(self.target, self.batching):
+            assert isinstance(model, Decoder)
+            return LockstepDecoding(model, num_rows=self.num_rows or _LOCKSTEP_ROWS)
+        return BatchDecoding(model, num_rows=self.num_rows or _ROWS, prefill_tokens=_PREFILL_TOKENS)
 
 
 def tokenizer_of(target: Target) -> Tokenizer:
@@ -68,15 +101,14 @@ class EngineAnswers:
     """Dialogues answered by the target in this process.
 
     Args:
-        target: what answers.
-        num_rows: texts at a time.
+        writer: what answers.
         limits: of prompts and answers.
     """
 
-    def __init__(self, target: Target, *, num_rows: int, limits: Limits) -> None:
-        self._tokenizer = tokenizer_of(target)
+    def __init__(self, writer: Writer, *, limits: Limits) -> None:
+        self._tokenizer = tokenizer_of(writer.target)
         self._marks = TurnMarks.of(self._tokenizer)
-        self._writer = Writer(target, num_rows)
+        self._writer = writer
         self._limits = limits
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from pathlib import Path
 
 from forespeak.bench.prompts import Prompt
 from forespeak.engine.batch import BatchText
-from forespeak.engine.target import Target
 from forespeak.errors import DataError
 from forespeak.sampling import SamplingParams
 from forespeak.train.dialogues import SELF_WRITTEN
@@ -74,29 +74,33 @@ class PromptWriter:
     """Lets the target write prompts.
 
     Args:
-        target: who writes.
-        num_rows: texts at a time.
+        writer: who writes.
         bounds: what is kept.
         seed: of all draws.
         exclusion: what must not enter.
     """
 
     def __init__(
-        self, target: Target, *, num_rows: int, bounds: PromptBounds, seed: int,
-        exclusion: Exclusion,
-    ) -> None:  # fmt: skip
-        self._tokenizer = tokenizer_of(target)
+        self, writer: Writer, *, bounds: PromptBounds, seed: int, exclusion: Exclusion
+    ) -> None:
+        self._tokenizer = tokenizer_of(writer.target)
         self._marks = TurnMarks.of(self._tokenizer)
-        self._writer = Writer(target, num_rows)
+        self._writer = writer
         self._bounds, self._seed, self._exclusion = bounds, seed, exclusion
 
     def write(
-        self, folder: Path, count: int, *, on_kept: Callable[[int], None] = lambda _: None
+        self,
+        folder: Path,
+        count: int,
+        *,
+        on_kept: Callable[[int], None] = lambda _: None,
+        deadline: float | None = None,
     ) -> SelfWritten:
         """``count`` prompts, going on from what ``folder`` has of them.
 
         Args:
             on_kept: is told how many are kept so far, after each one.
+            deadline: ``time.monotonic()`` at which those that there are must do.
 
         Raises:
             DataError: the target writes too few that are of use, or they cannot be written to disk.
@@ -111,6 +115,7 @@ class PromptWriter:
             most = _MOST_TRIES * count + _SPARE_TRIES
             missing = (n for n in itertools.count() if n not in known and n >= judge.next)
             source = self._texts(itertools.takewhile(lambda n: n < most, missing))
+            late = False
             if not judge.is_full():
                 for candidate in source:
                     journal.append(_record(candidate))
@@ -118,9 +123,10 @@ class PromptWriter:
                     numbers.append(candidate.number)
                     for _ in judge.take(known):
                         on_kept(judge.num_kept)
-                    if judge.is_full():
+                    late = deadline is not None and time.monotonic() > deadline
+                    if judge.is_full() or late:
                         break
-            if not judge.is_full():
+            if not judge.is_full() and not late:
                 raise DataError(
                     f"The target wrote {judge.num_kept} usable prompts in {most} tries, and "
                     f"{count} were asked for ({judge.told()}); ask for fewer, or give prompts of "

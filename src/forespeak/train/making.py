@@ -7,6 +7,7 @@ name, so a run that was interrupted and goes on ends with the same bytes as one 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -179,19 +180,25 @@ class Making:
         return len(self._tokens)
 
     def run(
-        self, answerer: Answerer, *, on_outcome: Callable[[Outcome], None] = lambda _: None
+        self,
+        answerer: Answerer,
+        *,
+        on_outcome: Callable[[Outcome], None] = lambda _: None,
+        deadline: float | None = None,
     ) -> Manifest:
         """Answer what is not answered yet; returns the manifest as written.
 
         Args:
             on_outcome: is told of each job that ends.
+            deadline: ``time.monotonic()`` at which to stop. All that is answered then stays, the
+                manifest says that more is to come, and a later run goes on.
 
         Raises:
             DataError: the folder's dialogues are damaged or belong to other prompts, or the disk is
                 full. What was written stays.
         """
         with Journal(self._folder / DIALOGUES) as journal:
-            numbers = self._read(journal)
+            numbers, late = self._read(journal), False
             left = (job for job in self._jobs.jobs if job.place not in self._tokens)
             if not self._is_enough():
                 with closing(_generator(answerer.run(left))) as outcomes:
@@ -203,8 +210,12 @@ class Making:
                         on_outcome(outcome)
                         if self._is_enough():
                             break
-            journal.keep([numbers[place] for place in sorted(numbers) if place < self._front])
-        return self._finish()
+                        if deadline is not None and time.monotonic() > deadline:
+                            late = True
+                            break
+            if not late:
+                journal.keep([numbers[place] for place in sorted(numbers) if place < self._front])
+        return self._finish(complete=not late)
 
     def _read(self, journal: Journal) -> dict[int, int]:
         """Line number of each job that an earlier run answered."""
@@ -236,11 +247,14 @@ class Making:
     def _is_enough(self) -> bool:
         return self._most is not None and self._sum >= self._most
 
-    def _finish(self) -> Manifest:
+    def _finish(self, *, complete: bool = True) -> Manifest:
         """Count over what is there now."""
         counts = Counter[str](self._written)
         counts.update({EXCLUDED: self._jobs.num_excluded} if self._jobs.num_excluded else {})
-        counts.update(fate.value for place, fate in self._fates.items() if place < self._front)
+        counts.update(
+            fate.value for place, fate in self._fates.items()
+            if place < self._front or not complete
+        )  # fmt: skip
         marks = TurnMarks.of(self._tokenizer)
         with Journal(self._folder / DIALOGUES) as journal:
             for line in journal.lines():
@@ -249,7 +263,7 @@ class Making:
                 built = build_sample(dialogue, self._tokenizer, marks)
                 if isinstance(built, Refusal):
                     counts[REFUSED + built.name.lower()] += 1
-        done = replace(self._manifest, counts=dict(sorted(counts.items())), complete=True)
+        done = replace(self._manifest, counts=dict(sorted(counts.items())), complete=complete)
         write_manifest(self._folder, done)
         return done
 
