@@ -8,13 +8,14 @@ gradients, so that the number of processes changes the time and not the result. 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from forespeak.errors import OptionError
+from forespeak.train.objective import Batch, Loss, Objective
 
 
 class Devices(Protocol):
@@ -23,10 +24,27 @@ class Devices(Protocol):
     Attributes:
         rank: this process, from 0.
         count: of all.
+        together: every process must run as many forwards as the others.
     """
 
     rank: int
     count: int
+    together: bool
+
+    def wrap(self, objective: Objective) -> None:
+        """Before the first step, when the weights are those to begin with."""
+
+    def unwrap(self, objective: Objective) -> None:
+        """After the last step: the weights are whole in every process again."""
+
+    def loss(self, objective: Objective, batch: Batch, generator: torch.Generator) -> Loss:
+        """The objective's loss of a batch."""
+
+    def whole(self, state: Any) -> Any:
+        """What is to be saved, with all tensors whole. All processes call it."""
+
+    def shards(self, state: Mapping[str, Any], parameters: list[Tensor]) -> Mapping[str, Any]:
+        """An optimizer's state as it was saved, for the parameters as they are here."""
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace each gradient by the sum over processes."""
@@ -38,7 +56,31 @@ class Devices(Protocol):
         """Until every process is here."""
 
 
-class OneProcess:
+class _Whole:
+    """What processes do whose weights are whole."""
+
+    together = False
+
+    def wrap(self, objective: Objective) -> None:
+        """Nothing to do."""
+
+    def unwrap(self, objective: Objective) -> None:
+        """Nothing to do."""
+
+    def loss(self, objective: Objective, batch: Batch, generator: torch.Generator) -> Loss:
+        """The objective's own."""
+        return objective.loss(batch, generator)
+
+    def whole(self, state: Any) -> Any:
+        """As it is."""
+        return state
+
+    def shards(self, state: Mapping[str, Any], parameters: list[Tensor]) -> Mapping[str, Any]:
+        """As it is."""
+        return state
+
+
+class OneProcess(_Whole):
     """The usual case."""
 
     rank, count = 0, 1
@@ -54,7 +96,7 @@ class OneProcess:
         """Nobody to wait for."""
 
 
-class SeveralProcesses:
+class SeveralProcesses(_Whole):
     """Joined by accelerate."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -85,16 +127,24 @@ class SeveralProcesses:
         self._accelerator.wait_for_everyone()
 
 
-def open_devices(device: torch.device) -> tuple[Devices, torch.device]:
+def open_devices(device: torch.device, *, sharded: bool = False) -> tuple[Devices, torch.device]:
     """The processes of this run, and the device of this one.
 
     Args:
         device: that was asked for; several processes on ``cuda`` get one each.
+        sharded: spread weights, gradients and optimizer over them (FSDP).
 
     Raises:
-        OptionError: started as one of several and accelerate is not installed.
+        OptionError: started as one of several and accelerate is not installed; or sharded and
+            alone.
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 and sharded:
+        raise OptionError(
+            "compute.sharded is true and this is one process, which has nobody to share with; "
+            "start several with `accelerate launch --num_processes N -m forespeak train ...`, or "
+            "leave it out."
+        )
     if count == 1:
         return OneProcess(), device
     try:
@@ -105,4 +155,8 @@ def open_devices(device: torch.device) -> tuple[Devices, torch.device]:
             "joins them, is not installed; install forespeak[train], or start one process."
         ) from None
     accelerator = Accelerator(cpu=device.type == "cpu")
+    if sharded:
+        from forespeak.train.sharded import Sharded
+
+        return Sharded(accelerator), accelerator.device
     return SeveralProcesses(accelerator), accelerator.device

@@ -184,11 +184,8 @@ class _Run:
         stop: Stop,
     ) -> None:
         self._job, self._deadline, self._on_step, self._stop = job, deadline, on_step, stop
-        self._optimizer = Optimizer(
-            job.objective.network, job.recipe.optimizer, job.objective.rates
-        )
         self._main = job.devices.rank == 0
-        self._progress = self._taken_up()
+        self._progress, self._optimizer = self._taken_up()
         self._log = StepLog(job.out, self._progress.step) if self._main else None
         self._started = time.monotonic()
         self._before = self._progress.seconds
@@ -217,18 +214,21 @@ class _Run:
         self._save()
         if last is not None:
             held_out = self._measure()
+        self._job.devices.unwrap(self._job.objective)
         return Outcome(ending, self._progress, self._job.num_steps, last, held_out)
 
-    def _taken_up(self) -> Progress:
-        job = self._job
+    def _taken_up(self) -> tuple[Progress, Optimizer]:
+        job, network = self._job, self._job.objective.network
         found = load_checkpoint(job.out, job.recipe, job.identity, job.device)
         job.devices.wait()
+        if found is not None:
+            network.load_state_dict(found[1]["network"])
+        job.devices.wrap(job.objective)
+        optimizer = Optimizer(network, job.recipe.optimizer, job.objective.rates)
         if found is None:
-            return Progress()
-        progress, state = found
-        job.objective.network.load_state_dict(state["network"])
-        self._optimizer.load(state["optimizer"])
-        return progress
+            return Progress(), optimizer
+        optimizer.load(found[1]["optimizer"], job.devices.shards)
+        return found[0], optimizer
 
     def _early_end(self) -> Ending | None:
         """Whether to end before the next step; all processes must agree."""
@@ -240,7 +240,6 @@ class _Run:
 
     def _step(self) -> StepReport:
         job, step, begun = self._job, self._progress.step, time.monotonic()
-        job.objective.progress = self._share_done(step)
         job.objective.progress = self._share_done(step)
         losses = self._add_up(job.order.step(step))
         total, weight, reach, *parts = job.devices.add_numbers(losses.sums)
@@ -279,9 +278,13 @@ class _Run:
         for number in range(job.devices.rank, len(groups), job.devices.count):
             generator = drawing(job.recipe.seed, self._progress.step, number)
             loss = self._loss(job.collator.batch(groups[number]), generator)
-            if loss.weight > 0:
+            if loss.weight > 0 or job.devices.together:
                 (loss.total * loss.weight).backward()  # type: ignore[no-untyped-call]
             sums.add(loss)
+        if job.devices.together and 0 < len(groups) % job.devices.count <= job.devices.rank:
+            spare = self._loss(job.collator.batch(groups[0]), drawing(job.recipe.seed, 0, 0))
+            (spare.total * 0).backward()  # type: ignore[no-untyped-call]
+            sums.add(replace(spare, total=torch.zeros(()), weight=0.0))
         return sums if sums.names else self._no_sums(groups)
 
     def _no_sums(self, groups: Sequence[Group]) -> _Sums:
@@ -289,7 +292,8 @@ class _Run:
         sums = _Sums()
         with torch.no_grad():
             batch = self._job.collator.batch(groups[0])
-            loss = self._loss(batch, drawing(self._job.recipe.seed, self._progress.step, 0))
+            generator = drawing(self._job.recipe.seed, self._progress.step, 0)
+            loss = self._job.objective.loss(batch, generator)
         sums.add(replace(loss, total=torch.zeros(()), weight=0.0))
         return sums
 
@@ -297,7 +301,7 @@ class _Run:
         job = self._job
         low = job.recipe.compute.dtype == "bfloat16"
         with torch.autocast(job.device.type, dtype=torch.bfloat16, enabled=low):
-            return job.objective.loss(batch, generator)
+            return job.devices.loss(job.objective, batch, generator)
 
     def _scale_gradients(self, factor: float) -> None:
         for parameter in self._optimizer.parameters:
@@ -326,19 +330,20 @@ class _Run:
 
     def _save(self) -> None:
         job = self._job
-        if self._main and self._progress.step:
-            state = {
-                "network": job.objective.network.state_dict(),
-                "optimizer": self._optimizer.state(),
-            }
-            save_checkpoint(
-                job.out, self._progress, state, job.recipe, job.identity, job.provenance
+        if self._progress.step and (self._main or job.devices.together):
+            network, optimizer = job.objective.network, self._optimizer
+            state = job.devices.whole(
+                {"network": network.state_dict(), "optimizer": optimizer.state()}
             )
+            if self._main:
+                save_checkpoint(
+                    job.out, self._progress, state, job.recipe, job.identity, job.provenance
+                )
         job.devices.wait()
 
     def _measure(self) -> Mapping[str, float] | None:
         """Loss and acceptance length on the texts held out."""
-        if not self._job.held_out or self._log is None:
+        if not self._job.held_out or not (self._main or self._job.devices.together):
             return None
         sums = _Sums()
         self._job.objective.network.eval()
@@ -349,7 +354,8 @@ class _Run:
         if not weight:
             return None
         found = {"loss": total / weight, "acceptance_length": reach / weight}
-        self._log.write({"kind": "held_out", "step": self._progress.step} | found)
+        if self._log is not None:
+            self._log.write({"kind": "held_out", "step": self._progress.step} | found)
         return found
 
 

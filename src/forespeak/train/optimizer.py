@@ -6,12 +6,13 @@ Weights and all that the optimizer keeps are float32; products run in bfloat16 u
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from forespeak.train.recipe import OptimizerSettings, ScheduleSettings
 
@@ -78,10 +79,20 @@ class Optimizer:
         """All that it keeps, for a checkpoint."""
         return [part.state_dict() for part, _ in self._parts]
 
-    def load(self, state: Iterable[Mapping[str, Any]]) -> None:
-        """Take up what :meth:`state` gave."""
+    def load(
+        self,
+        state: Iterable[Mapping[str, Any]],
+        shards: Callable[[Mapping[str, Any], list[Tensor]], Mapping[str, Any]],
+    ) -> None:
+        """Take up what :meth:`state` gave.
+
+        Args:
+            state: of all parts.
+            shards: see ``Devices``.
+        """
         for (part, _), kept in zip(self._parts, state, strict=True):
-            part.load_state_dict(dict(kept))
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            part.load_state_dict(dict(shards(kept, parameters)))
 
 
 def rate_at(progress: float, settings: ScheduleSettings) -> float:
@@ -133,6 +144,5 @@ def _muon(parameters: list[dict[str, Any]], settings: OptimizerSettings) -> torc
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(gradients)
-    whole: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
-    return whole
+    whole = torch.nn.utils.get_total_norm(gradients)
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole

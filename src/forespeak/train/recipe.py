@@ -144,9 +144,12 @@ class ComputeSettings:
 
     Attributes:
         dtype: ``bfloat16`` or ``float32``.
+        sharded: several processes share out weights, gradients and optimizer (FSDP) instead of
+            having them whole each.
     """
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    sharded: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -143,6 +143,11 @@ def check_request(request: Request) -> None:
             'schedule.follows is "time" and no time limit was given; add --time-limit MINUTES, or '
             'take schedule.follows = "steps".'
         )
+    if recipe.compute.sharded and recipe.optimizer.name == "muon":
+        raise OptionError(
+            'compute.sharded and optimizer.name = "muon" exclude each other: Muon needs every '
+            "matrix whole. Leave one out."
+        )
     out = request.out
     if out.exists() and not out.is_dir():
         raise OptionError(f"{out} is a file; name a folder.")
@@ -249,7 +254,7 @@ def _opened(request: Request) -> tuple[TrainingTarget, Devices]:
     target = open_training_target(
         request.target, dtype=request.dtype, device=request.device, threads=request.threads
     )
-    devices, device = open_devices(target.device)
+    devices, device = open_devices(target.device, sharded=request.recipe.compute.sharded)
     return replace(target, device=device), devices
 
 
