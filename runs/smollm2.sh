@@ -12,6 +12,7 @@
 #   PROMPTS  folder of prompt files (default ../shared/data/train_prompts)
 #   MOST     prompts of each file at most, evenly taken (default 700; all on cuda)
 #   WRITTEN  prompts that the target writes itself, besides (default 1300; 24000 on cuda)
+#   DERIVED  tenth part of the prompts that are made of its answers (default 100; 700 on cuda)
 #   EXCLUDE  folder of evaluation prompts that must stay out (default ../shared/data/eval)
 #   OUT      working folder: dialogues, features, drafters, logs (default runs/smollm2)
 #   EXTRA    more options of `forespeak train`, such as "--threads 1"
@@ -26,8 +27,8 @@ DEVICE="${DEVICE:-auto}"
 METHODS="${METHODS:-medusa mtp_parallel mtp eagle eagle3 dflash dspark}"
 EXTRA="${EXTRA:-}"
 case "$DEVICE" in
-cuda*) on=gpu MOST="${MOST:-100000}" WRITTEN="${WRITTEN:-24000}" ROWS="${ROWS:-1024}" LENGTH="${LENGTH:-256}" ;;
-*) on=cpu MOST="${MOST:-700}" WRITTEN="${WRITTEN:-1300}" ROWS="${ROWS:-48}" LENGTH="${LENGTH:-192}" ;;
+cuda*) on=gpu MOST="${MOST:-100000}" WRITTEN="${WRITTEN:-24000}" DERIVED="${DERIVED:-700}" ROWS="${ROWS:-1024}" LENGTH="${LENGTH:-256}" ;;
+*) on=cpu MOST="${MOST:-700}" WRITTEN="${WRITTEN:-1300}" DERIVED="${DERIVED:-100}" ROWS="${ROWS:-48}" LENGTH="${LENGTH:-192}" ;;
 esac
 begun=$(date +%s)
 
@@ -73,10 +74,28 @@ for file in "$PROMPTS"/*.jsonl; do
     set -- "$@" --prompts "$taken"
     found=yes
 done
-if [ "$found" = yes ]; then generate 40 --out "$OUT/answers" "$@"; fi
+if [ "$found" = yes ]; then generate 37 --out "$OUT/answers" "$@"; fi
+
+# Prompts that stand on texts, of the answers that there are now.
+set --
+for file in "$EXCLUDE"/*.jsonl; do
+    if [ -f "$file" ]; then set -- "$@" --exclude "$file"; fi
+done
+derived() {
+    name="$1" share="$2" kinds="$3"
+    shift 3
+    from="$OUT/self-written"
+    if [ "$name" = translated-back ]; then from="$OUT/derived"; fi
+    if [ ! -f "$OUT/prompts/$name.jsonl" ]; then
+        "$FORESPEAK" data derive "$from" --out "$OUT/prompts/$name.jsonl" --kinds "$kinds"
+    fi
+    generate "$share" --out "$OUT/$name" --prompts "$OUT/prompts/$name.jsonl" "$@"
+}
+derived derived 44 "summary=$((3 * DERIVED)),question=$((3 * DERIVED)),translation=$((2 * DERIVED)),rewriting=$((2 * DERIVED))" "$@"
+derived translated-back 45 "back_translation=$DERIVED" "$@"
 
 set --
-for folder in answers self-written; do
+for folder in answers self-written derived translated-back; do
     if [ -d "$OUT/$folder" ]; then set -- "$@" --data "$OUT/$folder"; fi
 done
 if [ "$on" = cpu ]; then

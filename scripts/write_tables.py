@@ -1,8 +1,10 @@
-"""Write the tables that come from code into README.md and docs/exactness.md (``make docs``)."""
+"""Write the tables that come from code and records into README.md and docs (``make docs``)."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from forespeak.cli.methods import markdown
 from forespeak.engine.guarantees import control_table, rule_table
@@ -18,8 +20,33 @@ def put(path: Path, mark: str, table: str) -> None:
     path.write_text(text[:start] + table + text[end:], encoding="utf-8")
 
 
+def shipped_table(record: dict[str, Any]) -> str:
+    """Markdown of what ``forespeak compare --json`` wrote, the fastest method first."""
+    rows = sorted(record["rows"], key=lambda row: -(row["speedup"] or 0.0))
+    lines = [
+        "| method | drafts by | speed-up | quartiles | tokens/s | acceptance length "
+        "| acceptance rate | same text |",
+        "| --- | --- | --: | --: | --: | --: | --: | --: |",
+    ]
+    return "\n".join([*lines, *(_shipped_line(row) for row in rows)]) + "\n"
+
+
+def _shipped_line(row: dict[str, Any]) -> str:
+    low, high = row["speedup_quartiles"] or (1.0, 1.0)
+    rate = row["acceptance_rate"]
+    return (
+        f"| `{row['method']}` | {row['builder'].replace('_', ' ')} | {row['speedup'] or 1.0:.2f} "
+        f"| {low:.2f} to {high:.2f} | {row['tokens_per_second']:.0f} "
+        f"| {row['acceptance_length']:.2f} | {'' if rate is None else f'{rate:.2f}'} "
+        f"| {row['exact_match']:.0%} |"
+    )
+
+
 def main() -> None:
     put(ROOT / "README.md", "METHODS", markdown())
+    record = ROOT / "docs" / "smollm2-135m.json"
+    if record.is_file():
+        put(ROOT / "README.md", "SHIPPED", shipped_table(json.loads(record.read_text("utf-8"))))
     put(ROOT / "docs" / "exactness.md", "CONTROLS", control_table())
     put(ROOT / "docs" / "exactness.md", "RULES", rule_table())
 

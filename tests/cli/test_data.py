@@ -229,3 +229,18 @@ def test_help_teaches(run: Run):
     assert "forespeak data generate --self-written 5000" in told
     for option in ("--prompts", "--exclude", "--greedy-share", "--endpoint", "--max-tokens-total"):
         assert option in told
+
+
+def test_prompts_of_answers(run: Run, tmp_path: Path, prompts: Path, target: str):
+    folder, out = tmp_path / "made", tmp_path / "derived.jsonl"
+    done = run("generate", "--prompts", prompts, "--out", folder, "--max-new-tokens", "90")
+    assert done.code == 0, done.err
+    given = ("derive", folder, "--target", target, "--out", out)
+    done = run(*given, "--kinds", "summary=2,translation=1")
+    assert done.code == 2 and "hold nothing to make prompts of kind" in done.err
+    assert not out.exists()
+    for kinds in ("summary", "summary=x", "summary=0", "summary=1,"):
+        done = run(*given, "--kinds", kinds)
+        assert done.code == 2 and "is not KIND=NUMBER" in done.err
+    done = run("derive", folder)
+    assert done.code == 2 and "with --out FILE" in done.err

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forespeak.drafters.starting import start_drafter, startable
+from forespeak.drafters.starting import fresh_config, start_drafter, startable
 from forespeak.errors import ForespeakError, OptionError
 from forespeak.formats.drafters import draft_token_ids, read_drafter
 from tests.tiny import tiny_config
@@ -130,3 +130,10 @@ def test_a_place_that_is_no_folder(tmp_path: Path):
     with pytest.raises(OptionError, match="cannot be written"):
         start_drafter("eagle", CONFIG, tmp_path / "file" / "new")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_settings_that_hold_together_only(order: int):
+    pairs = [("num_features", "2"), ("target_layer_ids", "0,2")][::order]
+    config = fresh_config("eagle3", CONFIG, dict(pairs))
+    assert config.num_features == 2 and config.target_layer_ids == (0, 2)

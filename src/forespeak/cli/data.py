@@ -16,6 +16,7 @@ from typer import Argument, Option
 
 from forespeak.cli import consoles
 from forespeak.cli.data_options import AnswerOptions, EndpointOptions, SourceOptions
+from forespeak.cli.derive import derive
 from forespeak.cli.engine import open_target
 from forespeak.cli.groups import takes_groups
 from forespeak.cli.options import OutputOptions, TargetOptions
@@ -42,6 +43,7 @@ def data() -> typer.Typer:
         rich_markup_mode="rich",
     )
     group.command("generate")(takes_groups(generate))
+    group.command("derive")(takes_groups(derive))
     group.command("show")(takes_groups(show))
     group.command("pack")(takes_groups(pack))
     group.command("unpack")(takes_groups(unpack))

@@ -59,9 +59,7 @@ def with_changes(config: Any, changes: Mapping[str, str]) -> Any:
     Raises:
         OptionError: no such field, or a value of another kind.
     """
-    for name, text in changes.items():
-        config = _changed(config, name.split("."), text, name)
-    return config
+    return _changed(config, {tuple(name.split(".")): text for name, text in changes.items()}, ())
 
 
 def start_drafter(
@@ -185,18 +183,25 @@ def spread_vocabulary(vocab_size: int, draft_vocab_size: int) -> Tensor:
     return ids - draft_ids
 
 
-def _changed(config: Any, path: list[str], text: str, name: str) -> Any:
+def _changed(config: Any, changes: Mapping[tuple[str, ...], str], at: tuple[str, ...]) -> Any:
+    """All changes of one dataclass at once, as some hold together only; ``at`` is where it is."""
     known = {field.name for field in fields(config)}
-    if path[0] not in known:
-        raise OptionError(unknown_choice("Setting", name, known))
-    old = getattr(config, path[0])
-    if len(path) > 1:
-        if not is_dataclass(old):
-            raise OptionError(f"Setting {name!r} has nothing inside; give {path[0]}=VALUE.")
-        return replace(config, **{path[0]: _changed(old, path[1:], text, name)})
-    value = _parsed(get_type_hints(type(config))[path[0]], text, name)
-    check_number(name, value)
-    return replace(config, **{path[0]: value})
+    inner: dict[str, dict[tuple[str, ...], str]] = {}
+    values: dict[str, object] = {}
+    for path, text in changes.items():
+        name = ".".join(at + path)
+        if path[0] not in known:
+            raise OptionError(unknown_choice("Setting", name, known))
+        if len(path) > 1:
+            if not is_dataclass(getattr(config, path[0])):
+                raise OptionError(f"Setting {name!r} has nothing inside; give {path[0]}=VALUE.")
+            inner.setdefault(path[0], {})[path[1:]] = text
+            continue
+        values[path[0]] = _parsed(get_type_hints(type(config))[path[0]], text, name)
+        check_number(name, values[path[0]])
+    for field, parts in inner.items():
+        values[field] = _changed(getattr(config, field), parts, (*at, field))
+    return replace(config, **values)
 
 
 def _parsed(hint: Any, text: str, name: str) -> Any:

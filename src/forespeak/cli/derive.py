@@ -1,0 +1,79 @@
+"""``forespeak data derive``: prompts that stand on texts, of answers that are there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from forespeak.cli import consoles
+from forespeak.cli.options import OutputOptions
+from forespeak.errors import OptionError
+
+
+def derive(
+    folders: Annotated[
+        list[Path], Argument(help="Folders that `forespeak data generate` wrote.", metavar="FOLDER")
+    ],
+    *,
+    out: Annotated[Path | None, Option(help="Prompt file to write.")] = None,
+    kinds: Annotated[
+        str,
+        Option(
+            help="How many of which kind: summary, question, translation, rewriting, and "
+            "back_translation (of answers to translations)."
+        ),
+    ] = "summary=300,question=300,translation=200,rewriting=200",
+    seed: Annotated[int, Option(help="Of all draws.")] = 0,
+    target: Annotated[str, Option(help="Whose tokenizer wrote the answers.")] = "smollm2-135m",
+    output: OutputOptions,
+) -> None:
+    """Make prompts that stand on a text, of a target's own answers.
+
+    Drafters guess badly behind kinds of prompts that they never saw. Of answers
+    that are there this makes texts to sum up, passages with a question, sentences
+    to translate, texts to rewrite. Let the target answer them in turn:
+
+    forespeak data derive answers --out derived.jsonl
+
+    forespeak data generate --prompts derived.jsonl --exclude eval.jsonl --out more
+
+    forespeak train eagle3 --data answers --data more --out my-eagle3
+    """
+    if out is None:
+        raise OptionError("No file was given; name the one to write with --out FILE.")
+    wanted = _numbers(kinds)
+    from forespeak.models.loading import load_checkpoint
+    from forespeak.train.derive import Source
+    from forespeak.train.derive import derive as derived
+    from forespeak.train.dialogues import read_dialogues, read_manifest
+    from forespeak.train.journal import to_line, write_lines
+
+    tokenizer = load_checkpoint(target).tokenizer
+    if tokenizer is None:
+        raise OptionError(f"{target} has no tokenizer; name the target that wrote the answers.")
+    sources = []
+    for folder in folders:
+        read_manifest(folder).check_target(tokenizer, folder)
+        for one in read_dialogues(folder):
+            for turn, answer in zip(one.turns, one.answers, strict=True):
+                sources.append(Source(turn, tokenizer.decode(answer), one.id))
+    made = [to_line(one.record()) for one in derived(sources, wanted, seed=seed)]
+    write_lines(out, iter(made))
+    if output.json:
+        consoles.write_json({"path": str(out), "num_prompts": len(made)})
+    else:
+        consoles.say(f"{out}: {len(made)} prompts. Answer them with `forespeak data generate`.")
+
+
+def _numbers(text: str) -> dict[str, int]:
+    found = {}
+    for part in text.split(","):
+        name, equals, number = part.strip().partition("=")
+        if not equals or not number.isdecimal() or int(number) < 1:
+            raise OptionError(
+                f"--kinds {text!r} is not KIND=NUMBER joined with commas; such as summary=300."
+            )
+        found[name] = int(number)
+    return found

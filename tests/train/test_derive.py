@@ -1,0 +1,74 @@
+"""Prompts made of answers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from forespeak.errors import DataError, OptionError
+from forespeak.train.derive import KINDS, Derived, Source, derive
+
+LONG = " ".join(f"Sentence number {n} says that the answer is near." for n in range(12))
+SOURCES = [
+    Source("What is a near answer?", f"{letter}{LONG}", f"q/{letter}") for letter in "abcdef"
+] + [Source("Short?", "No.", "q/short")]
+FOREIGN = [
+    Source("Translate", "Dies ist ein kurzer Satz auf Deutsch.\nMore", "translation/3/German"),
+    Source("Translate", "Ceci est une phrase courte en langue.", "translation/4/French"),
+    Source("Translate", "Kurz.", "translation/5/German"),
+]
+
+
+def made(kinds: dict[str, int], sources: list[Source] = SOURCES, seed: int = 0) -> list[Derived]:
+    return list(derive(sources, kinds, seed=seed))
+
+
+@pytest.mark.parametrize("kind", ["summary", "question", "translation", "rewriting"])
+def test_each_kind_stands_on_an_answer(kind: str):
+    found = made({kind: 30})
+    assert [one.id.split("/")[:2] for one in found] == [[kind, str(n)] for n in range(30)]
+    assert {one.task for one in found} == {kind}
+    for one in found:
+        assert "answer is near" in one.text and "{" not in one.text
+        if kind == "question":
+            assert "What is a near answer?" in one.text and "[1] " in one.text
+        if kind == "translation":
+            assert one.id.split("/")[2] in one.text and one.text.count("Sentence number") == 1
+    assert len({one.text for one in found}) > 5
+
+
+def test_back_translations_are_of_translations_only():
+    found = made({"back_translation": 2}, SOURCES + FOREIGN)
+    languages = {one.id.split("/")[2] for one in found}
+    assert languages == {"German", "French"}
+    for one in found:
+        assert ("Satz auf Deutsch" in one.text) == one.id.endswith("German")
+        assert "More" not in one.text
+    with pytest.raises(DataError, match="back_translation of: enough answers"):
+        made({"back_translation": 3}, SOURCES + FOREIGN)
+
+
+def test_the_same_answers_and_seed_give_the_same_prompts():
+    kinds = {"summary": 9, "question": 9}
+    assert made(kinds) == made(kinds) != made(kinds, seed=1)
+    # A kind does not depend on which others are asked for.
+    assert made({"question": 9}) == made(kinds)[9:]
+    more = made({"question": 12})
+    assert more[:9] == made({"question": 9})
+
+
+def test_passages_have_many_lengths_and_an_end():
+    sizes = [len(one.text.split()) for one in made({"rewriting": 80})]
+    assert min(sizes) < 150 and 300 < max(sizes) < 700
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_to_make_them_of(kind: str):
+    with pytest.raises(DataError, match=f"kind {kind}"):
+        made({kind: 1}, SOURCES[-1:])
+
+
+def test_unknown_kinds():
+    with pytest.raises(OptionError, match="Did you mean 'summary'"):
+        next(itertools.islice(derive(SOURCES, {"sumary": 1}), 1))
