@@ -4,100 +4,131 @@
 #
 #   runs/smollm2.sh                         all of it, 20 minutes of training a drafter
 #   MINUTES=5 runs/smollm2.sh               a first pass
-#   LIMIT=8 runs/smollm2.sh --device cuda   on a GPU: 5 to 10 million tokens of answers and every
-#                                           drafter in 8 minutes; what is not done by then is saved
+#   LIMIT=8 runs/smollm2.sh --device cuda   on a GPU, all of it in 8 minutes; meant for 5 to 10 million
+#                                           tokens of answers. What is not done by then is saved.
 #   METHODS="eagle3 dspark" runs/smollm2.sh
 #
 #   LIMIT    minutes for all of it; then MINUTES is each drafter's share of what is left
-#   PROMPTS  folder of prompt files (default ../shared/data/train_prompts)
+#   PROMPTS  folder of prompt files (default ../shared/data/train_prompts); "none" for none
 #   MOST     prompts of each file at most, evenly taken (default 700; all on cuda)
-#   WRITTEN  prompts that the target writes itself, besides (default 1300; 24000 on cuda)
-#   DERIVED  tenth part of the prompts that are made of its answers (default 100; 700 on cuda)
-#   EXCLUDE  folder of evaluation prompts that must stay out (default ../shared/data/eval)
-#   OUT      working folder: dialogues, features, drafters, logs (default runs/smollm2)
+#   WRITTEN  prompts that the target writes itself, besides (default 1300; 24000 on cuda; 0 for none)
+#   DERIVED  tenth part of the prompts that are made of its answers (default 100; 700 on cuda; 0)
+#   EXCLUDE  folder of evaluation prompts that must stay out (default ../shared/data/eval); "none"
+#   OUT      working folder: dialogues, features, drafters, stamps (default runs/smollm2). What has a
+#            stamp in OUT/done is not done again; remove it, or name another folder, to change that.
 #   EXTRA    more options of `forespeak train`, such as "--threads 1"
 set -eu
+export LC_ALL=C
 cd "$(dirname "$0")/.."
-if [ "${1:-}" = --device ]; then DEVICE="$2"; fi
+DEVICE="${DEVICE:-auto}"
+case "${1:-}" in
+--device) DEVICE="${2:?--device needs cpu, cuda or cuda:N}" ;;
+--device=*) DEVICE="${1#--device=}" ;;
+"") ;;
+*) echo "runs/smollm2.sh takes --device NAME and nothing else; see its head." >&2 && exit 2 ;;
+esac
 FORESPEAK="${FORESPEAK:-${VENV:-.venv}/bin/forespeak}"
 PROMPTS="${PROMPTS:-../shared/data/train_prompts}"
 EXCLUDE="${EXCLUDE:-../shared/data/eval}"
 OUT="${OUT:-runs/smollm2}"
-DEVICE="${DEVICE:-auto}"
 METHODS="${METHODS:-medusa mtp_parallel mtp eagle eagle3 dflash dspark}"
 EXTRA="${EXTRA:-}"
 case "$DEVICE" in
-cuda*) on=gpu MOST="${MOST:-100000}" WRITTEN="${WRITTEN:-24000}" DERIVED="${DERIVED:-700}" ROWS="${ROWS:-1024}" LENGTH="${LENGTH:-256}" ;;
-*) on=cpu MOST="${MOST:-700}" WRITTEN="${WRITTEN:-1300}" DERIVED="${DERIVED:-100}" ROWS="${ROWS:-48}" LENGTH="${LENGTH:-192}" ;;
+cuda*)
+    on=gpu MOST="${MOST:-100000}" WRITTEN="${WRITTEN:-24000}" DERIVED="${DERIVED:-700}"
+    ROWS="${ROWS:-1024}" LENGTH="${LENGTH:-256}"
+    ;;
+*)
+    on=cpu MOST="${MOST:-700}" WRITTEN="${WRITTEN:-1300}" DERIVED="${DERIVED:-100}"
+    ROWS="${ROWS:-48}" LENGTH="${LENGTH:-192}"
+    ;;
 esac
-begun=$(date +%s)
-
-# Minutes until a share (in percent) of LIMIT is over; empty without a limit.
-until_share() {
-    if [ -z "${LIMIT:-}" ]; then return; fi
-    awk -v limit="$LIMIT" -v share="$1" -v gone="$(($(date +%s) - begun))" \
-        'BEGIN { left = limit * share / 100 - gone / 60; print (left > 0.2 ? left : 0.2) }'
-}
-
-# The recipe's settings for one method on this kind of machine: on a GPU large batches, all places in
-# the loss, and features as they are needed, which is faster there than reading them from a disk.
-sets_of() {
-    printf '%s' "--set schedule.follows=time"
-    if [ "$on" = cpu ]; then return; fi
-    printf '%s' " --set data.features=live --set batch.tokens=16384 --set schedule.epochs=100"
-    case "$1" in
-    dflash | dspark) printf '%s' " --set objective.num_anchors=96" ;;
-    *) printf '%s' " --set objective.max_positions=8192" ;;
-    esac
-}
-
-generate() {
-    limit=$(until_share "$1")
-    shift
-    "$FORESPEAK" data generate --device "$DEVICE" --rows "$ROWS" --max-new-tokens "$LENGTH" \
-        --temperature 0.8 --greedy-share 0.7 ${limit:+--time-limit "$limit"} "$@"
-}
-
-echo "== answers"
-mkdir -p "$OUT/prompts"
-set --
-for file in "$EXCLUDE"/*.jsonl; do
-    if [ -f "$file" ]; then set -- "$@" --exclude "$file"; fi
-done
-generate 25 --out "$OUT/self-written" --self-written "$WRITTEN" "$@"
-found=no
-for file in "$PROMPTS"/*.jsonl; do
-    [ -f "$file" ] || continue
-    step=$(awk -v most="$MOST" 'END { print int((NR + most - 1) / most) }' "$file")
-    taken="$OUT/prompts/$(basename "$file")"
-    awk -v step="$step" 'NR % step == 1 || step == 1' "$file" >"$taken"
-    set -- "$@" --prompts "$taken"
-    found=yes
-done
-if [ "$found" = yes ]; then generate 37 --out "$OUT/answers" "$@"; fi
-
-# Prompts that stand on texts, of the answers that there are now.
-set --
-for file in "$EXCLUDE"/*.jsonl; do
-    if [ -f "$file" ]; then set -- "$@" --exclude "$file"; fi
-done
-derived() {
-    name="$1" share="$2" kinds="$3"
-    shift 3
-    from="$OUT/self-written"
-    if [ "$name" = translated-back ]; then from="$OUT/derived"; fi
-    if [ ! -f "$OUT/prompts/$name.jsonl" ]; then
-        "$FORESPEAK" data derive "$from" --out "$OUT/prompts/$name.jsonl" --kinds "$kinds"
+for folder in "$PROMPTS" "$EXCLUDE"; do
+    if [ "$folder" != none ] && [ ! -d "$folder" ]; then
+        echo "There is no folder $folder; set PROMPTS and EXCLUDE to folders of prompt files, or to none." >&2
+        exit 2
     fi
-    generate "$share" --out "$OUT/$name" --prompts "$OUT/prompts/$name.jsonl" "$@"
+done
+begun=$(date +%s)
+done="$OUT/done"
+mkdir -p "$OUT/prompts" "$done"
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# Minutes from now until a share (in percent) of LIMIT is over, less what a command needs to start.
+minutes_until() {
+    awk -v limit="$LIMIT" -v share="$1" -v gone="$(($(date +%s) - begun))" \
+        'BEGIN { left = limit * share / 100 - gone / 60; print (left > 0 ? left : 0) }'
 }
-derived derived 44 "summary=$((3 * DERIVED)),question=$((3 * DERIVED)),translation=$((2 * DERIVED)),rewriting=$((2 * DERIVED))" "$@"
-derived translated-back 45 "back_translation=$DERIVED" "$@"
+
+is_over() { # SHARE: whether so much of LIMIT is over, with ten seconds to spare
+    [ -n "${LIMIT:-}" ] && [ "$(minutes_until "$1" | awk '{ print ($1 < 0.17) }')" = 1 ]
+}
+
+# generate NAME SHARE OPTIONS...: dialogues in OUT/NAME, by the time that SHARE of LIMIT is over.
+generate() {
+    name="$1" share="$2"
+    shift 2
+    if [ -e "$done/$name" ]; then return; fi
+    if is_over "$share"; then
+        echo "no time is left for $name"
+        return
+    fi
+    limit=""
+    if [ -n "${LIMIT:-}" ]; then limit="$(minutes_until "$share")"; fi
+    if [ "$EXCLUDE" != none ]; then
+        for file in "$EXCLUDE"/*.jsonl; do set -- "$@" --exclude "$file"; done
+    fi
+    "$FORESPEAK" data generate --out "$OUT/$name" --device "$DEVICE" --rows "$ROWS" \
+        --max-new-tokens "$LENGTH" --temperature 0.8 --greedy-share 0.7 \
+        ${limit:+--time-limit "$limit"} "$@"
+    touch "$done/$name"
+}
+
+# derive NAME FROM KINDS: prompts of the answers in OUT/FROM.
+derive() {
+    if [ -e "$done/$1" ] || [ -f "$OUT/prompts/$1.jsonl" ] || [ ! -f "$OUT/$2/dialogues.jsonl" ]; then
+        return
+    fi
+    "$FORESPEAK" data derive "$OUT/$2" --out "$OUT/prompts/$1.jsonl" --kinds "$3" ||
+        echo "there are no prompts of this kind; going on without"
+}
+
+# Once training has begun the data stay as they are: a run goes on with the same only.
+if [ ! -e "$done/data" ]; then
+    echo "== answers"
+    if [ "$WRITTEN" -gt 0 ]; then generate self-written 25 --self-written "$WRITTEN"; fi
+    set --
+    if [ "$PROMPTS" != none ]; then
+        for file in "$PROMPTS"/*.jsonl; do
+            step=$(awk -v most="$MOST" 'END { print int((NR + most - 1) / most) }' "$file")
+            taken="$OUT/prompts/$(basename "$file")"
+            awk -v step="$step" 'NR % step == 1 || step == 1' "$file" >"$taken"
+            set -- "$@" --prompts "$taken"
+        done
+    fi
+    if [ $# -gt 0 ]; then generate answers 37 "$@"; fi
+    if [ "$DERIVED" -gt 0 ]; then
+        from=self-written
+        if [ "$WRITTEN" -eq 0 ]; then from=answers; fi
+        three=$((3 * DERIVED)) two=$((2 * DERIVED))
+        derive about-texts $from "summary=$three,question=$three,translation=$two,rewriting=$two"
+        if [ -f "$OUT/prompts/about-texts.jsonl" ]; then
+            generate derived 44 --prompts "$OUT/prompts/about-texts.jsonl"
+        fi
+        derive foreign derived "back_translation=$DERIVED"
+        if [ -f "$OUT/prompts/foreign.jsonl" ]; then
+            generate translated-back 46 --prompts "$OUT/prompts/foreign.jsonl"
+        fi
+    fi
+    touch "$done/data"
+fi
 
 set --
 for folder in answers self-written derived translated-back; do
-    if [ -d "$OUT/$folder" ]; then set -- "$@" --data "$OUT/$folder"; fi
+    if [ -f "$OUT/$folder/manifest.json" ]; then set -- "$@" --data "$OUT/$folder"; fi
 done
+
 if [ "$on" = cpu ]; then
     echo "== features"
     recipes=""
@@ -107,17 +138,46 @@ if [ "$on" = cpu ]; then
     set -- "$@" --features "$OUT/features"
 fi
 
+# The recipe's settings for one method on this kind of machine: on a GPU large batches, all places in
+# the loss, and features as they are needed.
+sets_of() {
+    printf '%s' "--set schedule.follows=time"
+    if [ "$on" = cpu ]; then return; fi
+    printf '%s' " --set data.features=live --set batch.tokens=16384 --set schedule.epochs=12"
+    case "$1" in
+    dflash | dspark) printf '%s' " --set objective.num_anchors=96" ;;
+    *) printf '%s' " --set objective.max_positions=8192" ;;
+    esac
+}
+
+missing=""
 left=$(echo "$METHODS" | wc -w)
 for method in $METHODS; do
-    echo "== $method"
+    count=$left
+    left=$((left - 1))
+    if [ -e "$done/train-$method" ]; then continue; fi
     minutes="${MINUTES:-20}"
     if [ -n "${LIMIT:-}" ]; then
-        minutes=$(awk -v left="$(until_share 97)" -v count="$left" 'BEGIN { print left / count }')
+        # A tenth of a minute of each share goes to the start of the command and to the export.
+        minutes=$(minutes_until 98 | awk -v count="$count" '{ print $1 / count - 0.1 }')
+        if [ "$(echo "$minutes" | awk '{ print ($1 < 0.1) }')" = 1 ]; then
+            missing="$missing $method"
+            continue
+        fi
     fi
+    echo "== $method, $minutes minutes"
     # shellcheck disable=SC2046,SC2086
-    "$FORESPEAK" train "smollm2/$method" "$@" --out "$OUT/drafters/$method" --device "$DEVICE" \
-        --time-limit "$minutes" --resume $(sets_of "$method") $EXTRA
-    left=$((left - 1))
+    if "$FORESPEAK" train "smollm2/$method" "$@" --out "$OUT/drafters/$method" --device "$DEVICE" \
+        --time-limit "$minutes" --resume $(sets_of "$method") $EXTRA &&
+        [ -f "$OUT/drafters/$method/config.json" ]; then
+        touch "$done/train-$method"
+    else
+        missing="$missing $method"
+    fi
 done
 echo "== drafters are in $OUT/drafters; compare them with"
 echo "$FORESPEAK compare --drafters $OUT/drafters --prompts PROMPTS.jsonl --max-new-tokens 128"
+if [ -n "$missing" ]; then
+    echo "There is none of:$missing; the same command goes on with them." >&2
+    exit 1
+fi

@@ -259,6 +259,8 @@ class SpeculationConfig:
             acceptance is below this, for drafters that estimate it; 0 verifies all.
         recursion_state: what a chained module hands on: ``normed`` or ``raw``, the state after or
             before its last norm, where engines disagree.
+        draft_dtype: in which a drafter's products run: ``float32``, ``bfloat16`` or ``int8``; None
+            is as the target's.
         lookup_min, lookup_max: shortest and longest n-gram that prompt lookup matches.
         draft_sampling: ``greedy`` (the best draft tokens) or ``probabilistic`` (drawn from q).
         rule: which rule verifies at temperatures above 0; None takes the best lossless one.
@@ -274,6 +276,7 @@ class SpeculationConfig:
     tree_shape: str | None = None
     confidence_threshold: float | None = None
     recursion_state: str | None = None
+    draft_dtype: str | None = None
     lookup_min: int | None = None
     lookup_max: int | None = None
     draft_sampling: str | None = None

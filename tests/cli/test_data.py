@@ -244,3 +244,32 @@ def test_prompts_of_answers(run: Run, tmp_path: Path, prompts: Path, target: str
         assert done.code == 2 and "is not KIND=NUMBER" in done.err
     done = run("derive", folder)
     assert done.code == 2 and "with --out FILE" in done.err
+
+
+def test_no_dialogue_at_all(run: Run, tmp_path: Path):
+    """Every prompt is too long: the run is whole and empty, and can be shown."""
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"id": "q", "turns": ["a" * 400]}) + "\n")
+    done = run("generate", "--prompts", path, "--out", tmp_path / "out")
+    assert done.code == 0 and "0 dialogues" in done.err
+    assert run("show", tmp_path / "out").code == 0
+
+
+def test_a_time_limit_keeps_what_is_answered(run: Run, tmp_path: Path, prompts: Path):
+    given = ("generate", "--prompts", prompts, "--out", tmp_path / "out", "--json")
+    done = run(*given, "--time-limit", "0.0001")
+    assert done.code == 0, done.err
+    record = json.loads(done.out.splitlines()[-1])
+    assert not record["complete"]
+    record = json.loads(run(*given).out.splitlines()[-1])
+    whole = run("generate", "--prompts", prompts, "--out", tmp_path / "whole", "--json")
+    assert record == json.loads(whole.out.splitlines()[-1]) | {"path": str(tmp_path / "out")}
+    assert record["complete"] and record["num_dialogues"] > 1
+
+
+def test_lockstep_is_refused_before_anything_is_written(run: Run, tmp_path: Path, prompts: Path):
+    given = ("generate", "--prompts", prompts, "--out", tmp_path / "out", "--batching", "lockstep")
+    done = run(*given, "--dtype", "int8")
+    assert done.code == 2 and "runs in int8" in done.err
+    assert not (tmp_path / "out").exists()
+    assert run(*given, "--dtype", "float32").code == 0

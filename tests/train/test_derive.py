@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from forespeak.errors import DataError, OptionError
@@ -21,7 +19,11 @@ FOREIGN = [
 
 
 def made(kinds: dict[str, int], sources: list[Source] = SOURCES, seed: int = 0) -> list[Derived]:
-    return list(derive(sources, kinds, seed=seed))
+    return sorted(derive(sources, kinds, seed=seed), key=_place)
+
+
+def _place(one: Derived) -> tuple[str, int]:
+    return one.task, int(one.id.split("/")[1])
 
 
 @pytest.mark.parametrize("kind", ["summary", "question", "translation", "rewriting"])
@@ -45,15 +47,27 @@ def test_back_translations_are_of_translations_only():
     for one in found:
         assert ("Satz auf Deutsch" in one.text) == one.id.endswith("German")
         assert "More" not in one.text
-    with pytest.raises(DataError, match="back_translation of: enough answers"):
-        made({"back_translation": 3}, SOURCES + FOREIGN)
+    assert len(made({"back_translation": 3}, SOURCES + FOREIGN)) == 2  # there are no more
+
+
+def test_ids_of_any_form_are_no_translations():
+    odd = [Source("a", LONG, "0"), Source("a", LONG, "/"), Source("a", LONG, "translation")]
+    assert len(made({"summary": 3}, odd)) == 3
+    with pytest.raises(DataError, match="kind back_translation"):
+        made({"back_translation": 1}, odd[:2])
+
+
+def test_kinds_are_mixed():
+    kinds = {"summary": 40, "translation": 40}
+    first = [one.task for one in derive(SOURCES, kinds)][:40]
+    assert 10 < first.count("summary") < 30
 
 
 def test_the_same_answers_and_seed_give_the_same_prompts():
     kinds = {"summary": 9, "question": 9}
     assert made(kinds) == made(kinds) != made(kinds, seed=1)
     # A kind does not depend on which others are asked for.
-    assert made({"question": 9}) == made(kinds)[9:]
+    assert made({"question": 9}) == made(kinds)[:9]
     more = made({"question": 12})
     assert more[:9] == made({"question": 9})
 
@@ -71,4 +85,4 @@ def test_nothing_to_make_them_of(kind: str):
 
 def test_unknown_kinds():
     with pytest.raises(OptionError, match="Did you mean 'summary'"):
-        next(itertools.islice(derive(SOURCES, {"sumary": 1}), 1))
+        derive(SOURCES, {"sumary": 1})

@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from forespeak.errors import CheckpointError, OptionError, TrainingError
+from forespeak.errors import CheckpointError, DrafterError, OptionError, TrainingError
 from forespeak.formats.drafters import read_drafter
+from forespeak.train.calibrating import CalibrationRequest, calibrate_drafter
 from forespeak.train.session import Request, Watchers, run_request
+from tests.engine.tiny_text import write_checkpoint
 from tests.train.stubs import KilledHere, Steps
-from tests.train.tiny_run import request, tiny_recipe
+from tests.train.talking import TOKENIZER
+from tests.train.tiny_run import CONFIG, request, tiny_recipe
 
 pytestmark = pytest.mark.slow
 
@@ -113,3 +116,62 @@ def test_confidences_are_calibrated(root: Path, tmp_path: Path):
     off = replace(recipe, objective={"num_anchors": 8, "calibrate": False})
     run_request(replace(asked, recipe=off, out=tmp_path / "off"))
     assert read_drafter(tmp_path / "off").config.temperatures == ()
+
+
+def test_a_drafter_of_another_width(root: Path, tmp_path: Path):
+    asked = request(root, tiny_recipe("medusa"), out=tmp_path / "out")
+    run_request(asked)
+    config = replace(CONFIG, hidden_size=48, head_dim=12)
+    write_checkpoint(tmp_path / "wide", config, None)
+    TOKENIZER._backend.save_pretrained(tmp_path / "wide")
+    other = replace(
+        asked, target=str(tmp_path / "wide"), out=tmp_path / "other", start_from=asked.out
+    )
+    with pytest.raises(DrafterError, match="hidden size 40; this one has 48"):
+        run_request(other)
+
+
+def test_a_drafter_is_not_overwritten_by_its_successor(root: Path, tmp_path: Path):
+    asked = request(root, tiny_recipe("medusa"), out=tmp_path / "out")
+    run_request(asked)
+    with pytest.raises(OptionError, match="--start-from and --out are both"):
+        run_request(replace(asked, start_from=asked.out, resume=True))
+
+
+def test_a_calibrated_drafter_is_calibrated_anew_or_not_at_all(root: Path, tmp_path: Path):
+    settings = {"num_anchors": 8}
+    recipe = tiny_recipe("dspark", objective=settings, data={"held_out": 0.4})
+    asked = request(root, recipe, out=tmp_path / "out")
+    run_request(asked)
+    assert read_drafter(asked.out).config.temperatures
+    off = replace(recipe, objective=settings | {"calibrate": False})
+    run_request(replace(asked, recipe=off, out=tmp_path / "off", start_from=asked.out))
+    assert read_drafter(tmp_path / "off").config.temperatures == ()
+
+
+def test_a_drafter_calibrated_by_itself(root: Path, tmp_path: Path):
+    recipe = tiny_recipe(
+        "dspark", schedule={"steps": 30}, objective={"num_anchors": 8, "calibrate": False}
+    )
+    asked = request(root, recipe, out=tmp_path / "out")
+    run_request(asked)
+    before = read_drafter(asked.out).tensors()
+    seen: list[tuple[int, int]] = []
+    for greedy in (False, True):
+        wanted = CalibrationRequest(
+            drafter=asked.out, target=asked.target, data=asked.data, threads=1, num_texts=12,
+            greedy=greedy,
+        )  # fmt: skip
+        found = calibrate_drafter(wanted, Watchers(on_texts=lambda *done: seen.append(done)))
+        config = read_drafter(asked.out).config
+        assert list(config.temperatures) == pytest.approx(list(found["temperatures"]))
+        assert found["greedy"] is greedy and found["num_blocks"] > 12
+        assert found["ece_after"][0] <= found["ece_before"][0] + 1e-9
+    assert seen[-1] == (12, 12)
+    after = read_drafter(asked.out).tensors()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(OptionError, match="is 0; allowed: 1 or more"):
+        calibrate_drafter(replace(wanted, num_texts=0))
+    run_request(request(root, tiny_recipe("medusa"), out=tmp_path / "medusa"))
+    with pytest.raises(OptionError, match="has no confidence head"):
+        calibrate_drafter(replace(wanted, drafter=tmp_path / "medusa"))

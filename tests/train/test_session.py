@@ -16,6 +16,7 @@ from forespeak.formats.drafters import read_drafter
 from forespeak.sampling import SamplingParams
 from forespeak.train.dialogues import DIALOGUES
 from forespeak.train.loop import Stop
+from forespeak.train.objective import drafter_config
 from forespeak.train.recipe import read_recipe, recipe_names
 from forespeak.train.session import (
     Request,
@@ -27,7 +28,7 @@ from forespeak.train.session import (
 )
 from forespeak.train.ship import split_weights
 from tests.train.stubs import KilledHere, Steps
-from tests.train.tiny_run import request, tiny_recipe, write_data, write_target
+from tests.train.tiny_run import CONFIG, request, tiny_recipe, write_data, write_target
 
 pytestmark = pytest.mark.slow
 
@@ -251,6 +252,8 @@ def test_every_recipe_of_the_package_is_whole():
     for name in recipe_names():
         recipe = read_recipe(name)
         objective_settings(recipe)
+        sizes = replace(CONFIG, num_layers=30, vocab_size=49_152)
+        drafter_config(recipe.method, sizes, recipe.drafter_changes())
         assert recipe.method == name.split("/")[-1]
     assert {n for n in recipe_names() if "/" not in n} >= set(METHODS)
 

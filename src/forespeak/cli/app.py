@@ -111,6 +111,7 @@ def _help_hint(arguments: Sequence[str]) -> str:
         "models",
         "features",
         "train",
+        "calibrate",
     )
     command = next((argument for argument in arguments if argument in names), None)
     return f"See `forespeak {command} --help`." if command else "See `forespeak --help`."

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from forespeak.engine.target import Target
     from forespeak.models.tokenizer import Tokenizer
     from forespeak.train.dialogues import Dialogue, Manifest
+    from forespeak.train.generate_prompts import SelfWritten
     from forespeak.train.making import Answerer
     from forespeak.train.overlap import Exclusion
     from forespeak.train.prompt_sets import PromptSet
@@ -102,20 +103,26 @@ def generate(
     sets = _prompt_sets(source)
     opened = _open_tokenizer(target) if endpoint.endpoint else _open_engine(target)
     limits = answers.limits(opened.context)
+    if opened.target is not None:
+        from forespeak.train.generate import picks_lockstep
+
+        picks_lockstep(opened.target, answers.batching)  # refuses before anything is written
     planned = _manifest(opened, source, answers, endpoint, sets, excluded)
     manifest = begin(out, planned, opened.tokenizer)
     written: dict[str, int] = {}
+    all_written = True
     if source.self_written is not None:
-        half = answers.deadline(begun, share=_PROMPTS_SHARE)
-        prompts, written = _self_written(opened, source, answers, exclusion, out, half)
-        sets = [prompts]
+        prompts_deadline = answers.deadline(begun, share=_PROMPTS_SHARE)
+        found = _self_written(opened, source, answers, exclusion, out, prompts_deadline)
+        sets, all_written = [found.prompts], found.is_full
+        written = {f"prompts_{name}": number for name, number in found.counts.items()}
     jobs = jobs_of(
         sets, exclusion, seed=answers.seed, temperature=answers.temperature,
         greedy_share=answers.greedy_share, limit=source.limit,
     )  # fmt: skip
     making = Making(
         out, manifest, jobs, opened.tokenizer, max_tokens_total=answers.max_tokens_total,
-        written=written,
+        written=written, all_written=all_written,
     )  # fmt: skip
     answerer = _answerer(opened, answers, endpoint, limits)
     with consoles.progress("Answering", len(jobs.jobs)) as bar:
@@ -279,7 +286,7 @@ def _self_written(
     exclusion: Exclusion,
     out: Path,
     deadline: float | None,
-) -> tuple[PromptSet, dict[str, int]]:
+) -> SelfWritten:
     from forespeak.train.generate import Writer
     from forespeak.train.generate_prompts import PromptBounds, PromptWriter
 
@@ -290,11 +297,10 @@ def _self_written(
         exclusion=exclusion,
     )  # fmt: skip
     with consoles.progress("Writing prompts", source.self_written) as bar:
-        found = writer.write(
+        return writer.write(
             out, source.self_written, on_kept=lambda _: bar.advance("Writing prompts"),
             deadline=deadline,
         )  # fmt: skip
-    return found.prompts, {f"prompts_{name}": number for name, number in found.counts.items()}
 
 
 def _answerer(
@@ -358,14 +364,14 @@ def summary(manifest: Manifest, dialogues: Iterable[Dialogue]) -> dict[str, Any]
         greedy += one.temperature == 0
     lengths.sort()
     shares = {"shortest": 0.0, "median": 0.5, "p90": 0.9, "longest": 1.0}
-    told = {name: lengths[round(share * (len(lengths) - 1))] for name, share in shares.items()}
+    places = {name: round(share * (len(lengths) - 1)) for name, share in shares.items()}
     return {
         **{k: v for k, v in asdict(manifest).items() if k not in ("vocabulary", "template")},
         "num_dialogues": sum(turns.values()),
         "num_greedy": greedy,
         "num_answers": len(lengths),
         "num_tokens": sum(lengths),
-        "answer_tokens": told if lengths else {},
+        "answer_tokens": {name: lengths[at] for name, at in places.items()} if lengths else {},
         "finish_reasons": dict(reasons),
         "dialogues_by_turns": {str(number): count for number, count in sorted(turns.items())},
         "dialogues_by_source": dict(sources),

@@ -182,7 +182,7 @@ class AnswerOptions:
         """
         if self.time_limit is None:
             return None
-        if self.time_limit <= 0:
+        if not self.time_limit > 0:
             raise OptionError(f"The time limit is {self.time_limit:g} minutes; allowed: above 0.")
         return begun + 60 * share * self.time_limit
 

@@ -44,12 +44,16 @@ def derive(
     if out is None:
         raise OptionError("No file was given; name the one to write with --out FILE.")
     wanted = _numbers(kinds)
+    if out.exists() or not out.parent.is_dir():
+        what = "is there already" if out.exists() else "lies in a folder that is not there"
+        raise OptionError(f"{out} {what}; name a new file in a folder that is.")
     from forespeak.models.loading import load_checkpoint
-    from forespeak.train.derive import Source
+    from forespeak.train.derive import Source, check_kinds
     from forespeak.train.derive import derive as derived
     from forespeak.train.dialogues import read_dialogues, read_manifest
     from forespeak.train.journal import to_line, write_lines
 
+    check_kinds(wanted)
     tokenizer = load_checkpoint(target).tokenizer
     if tokenizer is None:
         raise OptionError(f"{target} has no tokenizer; name the target that wrote the answers.")
@@ -59,21 +63,27 @@ def derive(
         for one in read_dialogues(folder):
             for turn, answer in zip(one.turns, one.answers, strict=True):
                 sources.append(Source(turn, tokenizer.decode(answer), one.id))
-    made = [to_line(one.record()) for one in derived(sources, wanted, seed=seed)]
+    made_of = derived(sources, wanted, seed=seed)
+    made = [to_line(one.record()) for one in made_of]
     write_lines(out, iter(made))
     if output.json:
         consoles.write_json({"path": str(out), "num_prompts": len(made)})
     else:
         consoles.say(f"{out}: {len(made)} prompts. Answer them with `forespeak data generate`.")
+        for kind, number in wanted.items():
+            there = sum(one.task == kind for one in made_of)
+            if there < number:
+                consoles.say(f"Of kind {kind} the answers gave {there} of the {number} asked for.")
 
 
 def _numbers(text: str) -> dict[str, int]:
     found = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
-        if not equals or not number.isdecimal() or int(number) < 1:
+        if not equals or not number.isdecimal() or int(number) < 1 or name in found:
             raise OptionError(
-                f"--kinds {text!r} is not KIND=NUMBER joined with commas; such as summary=300."
+                f"--kinds {text!r} is not KIND=NUMBER joined with commas, each kind once; such as "
+                "summary=300,question=300."
             )
         found[name] = int(number)
     return found

@@ -168,6 +168,14 @@ class SettingOptions:
             rich_help_panel=_METHOD,
         ),
     ] = SpeculationConfig.recursion_state
+    draft_dtype: Annotated[
+        str | None,
+        Option(
+            help="In which a drafter's products run: float32, bfloat16 or int8 (on a CPU).",
+            show_default="as the target's",
+            rich_help_panel=_METHOD,
+        ),
+    ] = SpeculationConfig.draft_dtype
     lookup_min: Annotated[
         int | None,
         Option(

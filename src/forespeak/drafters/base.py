@@ -12,15 +12,21 @@ expanded in a round and not observed at its end is forgotten.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
 
 from forespeak.models.base import TargetModel
 from forespeak.models.loading import Checkpoint
+from forespeak.models.packed import PackedLinear
 from forespeak.types import DenseLaws, DrafterInfo, Frontier, Laws, Observation
+
+Product = Callable[[Tensor], Tensor]
+"""x [n, inputs] to [n, outputs], a ``PackedLinear`` or an ``Int8Product``."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,14 @@ class TargetParts:
             drafters that need no vocabulary.
         threads: CPU threads of an int8 forward.
         context_length: tokens that prompt and answer may have together; None is the model's limit.
+        draft_dtype: in which drafters' products run; None is as the target's.
     """
 
     model: TargetModel
     checkpoint: Checkpoint | None = None
     threads: int | None = None
     context_length: int | None = None
+    draft_dtype: str | None = None
 
     @property
     def served_length(self) -> int:
@@ -47,8 +55,37 @@ class TargetParts:
 
     @property
     def drafting_dtype(self) -> torch.dtype:
-        """In which a drafter's own layers run: float32 beside an int8 target."""
-        return torch.bfloat16 if self.model.dtype_name == "bfloat16" else torch.float32
+        """Of a drafter's states and caches: float32 where its products are int8."""
+        name = self.draft_dtype or self.model.dtype_name
+        return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+    @property
+    def drafts_in_int8(self) -> bool:
+        """Whether drafters' products are int8."""
+        return (self.draft_dtype or self.model.dtype_name) == "int8"
+
+    def product(self, weight: Tensor, bias: Tensor | None = None) -> Product:
+        """A drafter's product with a fixed weight [outputs, inputs], in the drafting precision."""
+        if self.drafts_in_int8:
+            from forespeak.models.int8_product import Int8Product  # numba loads on first use
+
+            return Int8Product(weight, bias, threads=self.threads or os.cpu_count() or 1)
+        device, dtype = self.model.device, self.drafting_dtype
+        moved = None if bias is None else bias.detach().to(device, dtype)
+        return PackedLinear(weight.detach().to(device, dtype), moved)
+
+    def prepare(self, network: nn.Module, *, kept: tuple[str, ...] = ()) -> None:
+        """Put a drafter's network where and in which precision it drafts.
+
+        Args:
+            network: with its weights.
+            kept: names of products whose weights the drafter reads.
+        """
+        network.to(device=self.model.device, dtype=self.drafting_dtype).requires_grad_(False)
+        if self.drafts_in_int8:
+            from forespeak.models.int8_product import quantize_products
+
+            quantize_products(network, self.threads or os.cpu_count() or 1, kept=kept)
 
 
 class Drafter(ABC):

@@ -62,7 +62,6 @@ from forespeak.models.blocks import (
     load_parameters,
 )
 from forespeak.models.decoder import rms_norm
-from forespeak.models.packed import PackedLinear
 from forespeak.types import DenseLaws, DrafterInfo, Observation, SpeculationConfig
 
 FAMILY = "forespeak.formats.dflash"
@@ -199,14 +198,11 @@ class DFlashDrafter(Drafter):
         ids, rising = config.target_layer_ids, sorted(set(config.target_layer_ids))
         self._order = None if list(ids) == rising else [rising.index(i) for i in ids]
         self._eps = config.layers.rms_norm_eps
-        self._fc = PackedLinear(moved(network.fc.weight))
+        self._fc = target.product(network.fc.weight.detach())
         self._fused_norm = moved(network.hidden_norm.weight)
         self._norm = moved(network.norm.weight)
         layers = [layer for layer in network.layers if isinstance(layer, DecoderLayer)]
-        self._layers = BlockLayers(
-            config, layers, num_rows, context_length=target.served_length, dtype=self._dtype,
-            device=self._device,
-        )  # fmt: skip
+        self._layers = BlockLayers(config, layers, num_rows, target)
         self._admitted: set[int] = set()
 
     def admit(self, row: int) -> None:

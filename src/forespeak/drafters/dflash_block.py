@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forespeak.drafters.base import Product, TargetParts
 from forespeak.formats.dflash_config import DFlashConfig
 from forespeak.models.blocks import DecoderLayer
 from forespeak.models.decoder import RopeTable, rms_norm, rotate, window_flags
 from forespeak.models.kv_cache import KVCache
-from forespeak.models.packed import PackedLinear
 from forespeak.types import Segment
 
 
@@ -28,10 +28,10 @@ from forespeak.types import Segment
 class _Layer:
     """One layer's products, q, k, v and gate, up each in one, and its norms."""
 
-    qkv: PackedLinear
-    out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
     attention_norm: Tensor
     mlp_norm: Tensor
     query_norm: Tensor
@@ -45,8 +45,7 @@ class BlockLayers:
         config: sizes and windows.
         layers: L layers as trained; their weights are copied.
         num_rows: most rows at a time.
-        context_length: tokens a row may hold, for dynamic rotary embedding.
-        dtype, device: of weights, keys and values.
+        target: where and in which precision it drafts, and for how long a context.
     """
 
     def __init__(
@@ -54,24 +53,21 @@ class BlockLayers:
         config: DFlashConfig,
         layers: Sequence[DecoderLayer],
         num_rows: int,
-        *,
-        context_length: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        target: TargetParts,
     ) -> None:
-        c = config.layers
-        self._config, self._device = config, device
+        c, device, dtype = config.layers, target.model.device, target.drafting_dtype
+        self._config, self._device, self._target = config, device, target
         self._eps, self._heads = c.rms_norm_eps, [c.num_heads, c.num_kv_heads, c.num_kv_heads]
         self._head_dim = c.head_dim
-        self._rope = RopeTable(c, context_length)
+        self._rope = RopeTable(c, target.served_length)
         self._windowed = [bool(flag) for flag in window_flags(c)]
-        self._layers = [self._fused(layer, dtype) for layer in layers]
+        self._layers = [self._fused(layer) for layer in layers]
         parts = [
-            _joined(layer, ("k_proj", "v_proj"), device, dtype) for layer in layers
+            _joined(layer, ("k_proj", "v_proj")) for layer in layers
         ]  # [2 kv D, H] and [2 kv D]
         biases = [bias for _, bias in parts if bias is not None]
         # One product for all layers, so that a few tokens of context cost a few operations.
-        self._keys_values = PackedLinear(
+        self._keys_values = target.product(
             torch.cat([weight for weight, _ in parts]), torch.cat(biases) if biases else None
         )
         self._key_norms = torch.stack([layer.key_norm for layer in self._layers])  # [L, D]
@@ -79,20 +75,21 @@ class BlockLayers:
             c.num_layers, num_rows, c.num_kv_heads, c.head_dim, 64, dtype=dtype, device=device
         )
 
-    def _fused(self, layer: DecoderLayer, dtype: torch.dtype) -> _Layer:
+    def _fused(self, layer: DecoderLayer) -> _Layer:
+        product, dtype = self._target.product, self._target.drafting_dtype
+
         def moved(tensor: Tensor) -> Tensor:
             return tensor.detach().to(device=self._device, dtype=dtype)
 
         attention, mlp = layer.self_attn, layer.mlp
         assert attention.q_norm is not None and attention.k_norm is not None
         assert layer.input_layernorm is not None
-        bias = attention.o_proj.bias
         names = ("q_proj", "k_proj", "v_proj")
         return _Layer(
-            qkv=PackedLinear(*_joined(layer, names, self._device, dtype)),
-            out=PackedLinear(moved(attention.o_proj.weight), None if bias is None else moved(bias)),
-            gate_up=PackedLinear(moved(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]))),
-            down=PackedLinear(moved(mlp.down_proj.weight)),
+            qkv=product(*_joined(layer, names)),
+            out=product(attention.o_proj.weight.detach(), attention.o_proj.bias),
+            gate_up=product(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).detach()),
+            down=product(mlp.down_proj.weight.detach()),
             attention_norm=moved(layer.input_layernorm.weight),
             mlp_norm=moved(layer.post_attention_layernorm.weight),
             query_norm=moved(attention.q_norm.weight),
@@ -225,12 +222,10 @@ def window_mask(config: DFlashConfig, start: int, slots: Tensor, size: int) -> T
     return context | (inside & (slots <= own if config.causal_windows else inside))
 
 
-def _joined(
-    layer: DecoderLayer, names: Sequence[str], device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def _joined(layer: DecoderLayer, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
     """Weights and biases of some projections in one."""
     parts = [getattr(layer.self_attn, name) for name in names]
-    weight = torch.cat([part.weight.detach() for part in parts]).to(device, dtype)
+    weight = torch.cat([part.weight.detach() for part in parts])
     if parts[0].bias is None:
         return weight, None
-    return weight, torch.cat([part.bias.detach() for part in parts]).to(device, dtype)
+    return weight, torch.cat([part.bias.detach() for part in parts])

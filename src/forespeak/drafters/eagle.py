@@ -127,7 +127,7 @@ def chain_of(
     embedding = Embedding(target, tensors.pop(EMBED, None))
     network = EagleNetwork(checkpoint.config)
     load_parameters(network, tensors, str(checkpoint.origin))
-    network.to(device=target.model.device, dtype=target.drafting_dtype).requires_grad_(False)
+    target.prepare(network)
     chain = _EagleChain(embedding, head, target.drafting_dtype)
     module = cached(network, checkpoint.config.layers, target, num_rows)
     return FeatureChain(replace(info, needs_hidden=True), chain, [module])

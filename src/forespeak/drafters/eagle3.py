@@ -228,9 +228,9 @@ def chain_of(
     token_ids, own = map_of(tensors), tensors.pop(EMBED, None)
     network = Eagle3Network(checkpoint.config)
     load_parameters(network, tensors, str(checkpoint.origin))
-    network.to(device=target.model.device, dtype=target.drafting_dtype).requires_grad_(False)
+    network.lm_head = None  # the head has it
+    target.prepare(network)
     head = shared_or_own_head(target, tensors.get(HEAD), token_ids)
-    network.lm_head = None  # the head has it now
     chain = _Eagle3Chain(network, Embedding(target, own), head, target)
     info = replace(info, taps=chain.taps, needs_hidden=False)
     return FeatureChain(info, chain, [cached(network, checkpoint.config.layers, target, num_rows)])

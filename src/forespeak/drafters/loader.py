@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -29,9 +30,25 @@ def load_drafter(config: SpeculationConfig, target: TargetParts, *, num_rows: in
     if entry is None or not entry.available or not entry.opens:
         available = [name for name, entry in METHODS.items() if entry.available and entry.opens]
         raise OptionError(unknown_choice("Method", config.method, available))
+    if config.draft_dtype is not None:
+        check_draft_dtype(config.draft_dtype, target)
+        target = replace(target, draft_dtype=config.draft_dtype)
     drafter = named(entry.opens)(config, target, num_rows)
     assert isinstance(drafter, Drafter), entry.opens
     return drafter
+
+
+def check_draft_dtype(name: str, target: TargetParts) -> None:
+    """Refuse a precision that drafters cannot have beside a target.
+
+    Raises:
+        OptionError: int8 on an accelerator.
+    """
+    if name == "int8" and target.model.device.type != "cpu":
+        raise OptionError(
+            "draft_dtype is int8, which runs on a CPU, and the target is on "
+            f"{target.model.device}; take float32 or bfloat16, or leave it out."
+        )
 
 
 def named(place: str) -> Any:

@@ -100,13 +100,14 @@ class MedusaDrafter(Drafter):
     Args:
         heads: loaded, on the target's device and in the dtype they run in.
         outputs: makes logits: one of each head, or one of all.
+        dtype: of the states that heads read.
     """
 
-    def __init__(self, heads: MedusaHeads, outputs: Sequence[Head]) -> None:
+    def __init__(self, heads: MedusaHeads, outputs: Sequence[Head], dtype: torch.dtype) -> None:
         self.info = replace(MEDUSA.info, max_depth=heads.config.num_heads)
         assert len(outputs) in (1, heads.config.num_heads), len(outputs)
         self._heads, self._outputs = heads, tuple(outputs)
-        self._dtype = next(heads.parameters()).dtype
+        self._dtype = dtype
         self._states: dict[int, Tensor | None] = {}  # [H] of the newest token of each row
 
     def admit(self, row: int) -> None:
@@ -146,10 +147,11 @@ def open_drafter(config: SpeculationConfig, target: TargetParts, num_rows: int) 
     token_ids = map_of(tensors)
     heads = MedusaHeads(checkpoint.config)
     load_parameters(heads, tensors, str(checkpoint.origin))
-    heads.to(device=target.model.device, dtype=target.drafting_dtype).requires_grad_(False)
+    target.prepare(heads, kept=("output",))
     weights = heads.output_weights()
-    outputs: list[Head] = [OwnHead(weight, token_ids) for weight in weights]
-    return MedusaDrafter(heads, outputs or [SharedHead(target, token_ids)])
+    outputs: list[Head] = [OwnHead(target, weight, token_ids) for weight in weights]
+    outputs = outputs or [SharedHead(target, token_ids)]
+    return MedusaDrafter(heads, outputs, target.drafting_dtype)
 
 
 def random_drafter(config: MedusaConfig, generator: torch.Generator) -> dict[str, Tensor]:

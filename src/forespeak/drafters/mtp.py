@@ -186,7 +186,7 @@ def open_drafter(config: SpeculationConfig, target: TargetParts, num_rows: int) 
     modules = MtpModules(family)
     own = tensor_shapes(family)
     load_parameters(modules, {name: tensors.pop(name) for name in own}, origin)
-    modules.to(device=target.model.device, dtype=target.drafting_dtype).requires_grad_(False)
+    target.prepare(modules)
     chain: list[ChainModule] = []
     for number in range(family.num_modules):
         module = modules.module(number)

@@ -196,7 +196,7 @@ def open_drafter(
     token_ids = map_of(tensors)
     heads = ParallelHeads(checkpoint.config)
     load_parameters(heads, tensors, str(checkpoint.origin))
-    heads.to(device=target.model.device, dtype=target.drafting_dtype).requires_grad_(False)
+    target.prepare(heads)
     size = target.model.config.hidden_size
     target.model.norm(torch.zeros(1, size, device=target.model.device))  # refused now if it is
     return MtpParallelDrafter(heads, target, token_ids, num_rows)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forespeak.drafters.base import TargetParts
+from forespeak.drafters.base import Product, TargetParts
 from forespeak.errors import DrafterError, ModelError
 from forespeak.formats.drafters import (
     D2T,
@@ -24,7 +24,6 @@ from forespeak.formats.drafters import (
     read_drafter,
 )
 from forespeak.models.base import TargetModel
-from forespeak.models.packed import PackedLinear
 from forespeak.models.sources import resolve
 from forespeak.types import SpeculationConfig
 
@@ -71,11 +70,9 @@ class SharedHead:
         self._model = target.model
         self.token_ids = None if token_ids is None else token_ids.to(target.model.device)
         self._dtype = target.drafting_dtype
-        self._part: PackedLinear | None = None
+        self._part: Product | None = None
         if token_ids is not None:
-            self._part = PackedLinear(
-                target.model.head_rows(token_ids).to(self._dtype).contiguous()
-            )
+            self._part = target.product(target.model.head_rows(token_ids).contiguous())
 
     def __call__(self, states: Tensor) -> Tensor:
         """states [..., H] to logits [..., Vd] float32."""
@@ -90,13 +87,16 @@ class OwnHead:
     """A head of the drafter's own.
 
     Args:
+        target: in whose drafting precision it runs.
         weight: [Vd, H].
         token_ids: [Vd] target ids, None when Vd is the target's vocabulary.
     """
 
-    def __init__(self, weight: Tensor, token_ids: Tensor | None = None) -> None:
-        self._product, self._dtype = PackedLinear(weight), weight.dtype
-        self.token_ids = None if token_ids is None else token_ids.to(weight.device)
+    def __init__(
+        self, target: TargetParts, weight: Tensor, token_ids: Tensor | None = None
+    ) -> None:
+        self._product, self._dtype = target.product(weight), target.drafting_dtype
+        self.token_ids = None if token_ids is None else token_ids.to(target.model.device)
 
     def __call__(self, states: Tensor) -> Tensor:
         """states [..., H] to logits [..., Vd] float32."""
@@ -120,7 +120,7 @@ def shared_or_own_head(target: TargetParts, own: Tensor | None, token_ids: Tenso
         own = own[token_ids]
     if own is None or _is_copy_of_head(target.model, own, token_ids):
         return SharedHead(target, token_ids)
-    return OwnHead(own.to(target.model.device, target.drafting_dtype), token_ids)
+    return OwnHead(target, own, token_ids)
 
 
 def _is_copy_of_head(model: TargetModel, own: Tensor, token_ids: Tensor | None) -> bool:

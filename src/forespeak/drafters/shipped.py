@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from forespeak.drafters.table import METHODS
+from forespeak.errors import OptionError
 from forespeak.types import SpeculationConfig
 
 VARIABLE = "FORESPEAK_CHECKPOINTS"
@@ -21,11 +22,16 @@ def shipped_folder(target: str) -> Path | None:
 
     Args:
         target: its name, such as ``smollm2-135m``; a path or a Hub id has none.
+
+    Raises:
+        OptionError: the variable names no folder.
     """
     if target != Path(target).name or target in ("", ".", ".."):
         return None
     given = os.environ.get(VARIABLE)
     root = Path(given) if given else Path(__file__).parents[3] / "checkpoints"
+    if given and not root.is_dir():
+        raise OptionError(f"{VARIABLE} is {given!r}, which is no folder; correct it or unset it.")
     folder = root / target
     return folder if folder.is_dir() else None
 
@@ -48,5 +54,7 @@ def find_drafter(config: SpeculationConfig, folder: Path) -> SpeculationConfig:
 
 def with_shipped(config: SpeculationConfig, target: str) -> SpeculationConfig:
     """A configuration with the shipped drafter of its method for a target, where there is one."""
+    if not isinstance(config.method, str):  # refused elsewhere
+        return config
     folder = shipped_folder(target)
     return config if folder is None else find_drafter(config, folder)

@@ -84,6 +84,7 @@ def settings_of_entry(entry: MethodEntry) -> set[str]:
 
 
 _CHECKPOINT = "a checkpoint trained for the target"
+_DTYPE = ("draft_dtype",)
 _TREE = {"node_budget": 16, "tree_top_k": 4}
 _PUBLISHED_TREE = {"node_budget": 59, "tree_depth": 6, "tree_top_k": 10}
 
@@ -125,6 +126,7 @@ MEDUSA = MethodEntry(
     opens="forespeak.drafters.medusa:open_drafter",
     starts="forespeak.drafters.medusa:random_drafter",
     carried=True,
+    settings=_DTYPE,
     defaults=_TREE,
     builders=("chain", "ddtree", "static_tree"),
 )
@@ -136,6 +138,7 @@ MTP_PARALLEL = MethodEntry(
     needs=_CHECKPOINT,
     opens="forespeak.drafters.mtp_parallel:open_drafter",
     starts="forespeak.drafters.mtp_parallel:random_drafter",
+    settings=_DTYPE,
     defaults=_TREE,
     builders=("chain", "ddtree", "static_tree"),
 )
@@ -148,7 +151,7 @@ MTP = MethodEntry(
     opens="forespeak.drafters.mtp:open_drafter",
     starts="forespeak.drafters.mtp:random_drafter",
     carried=True,
-    settings=("recursion_state",),
+    settings=("recursion_state", *_DTYPE),
     defaults={"num_speculative_tokens": 3, "tree_depth": 3, **_TREE},
     builders=("chain", "dynamic_tree", "static_tree"),
 )
@@ -160,6 +163,7 @@ EAGLE = MethodEntry(
     needs=_CHECKPOINT,
     opens="forespeak.drafters.eagle:open_drafter",
     starts="forespeak.drafters.eagle:random_drafter",
+    settings=_DTYPE,
     defaults={"num_speculative_tokens": 4, "tree_depth": 4, **_TREE},
     builders=("chain", "static_tree", "dynamic_tree"),
 )
@@ -171,6 +175,7 @@ EAGLE2 = MethodEntry(
     needs="an EAGLE or EAGLE-3 checkpoint trained for the target",
     opens="forespeak.drafters.eagle:open_either",
     reads=("eagle3", "eagle"),
+    settings=_DTYPE,
     defaults=_PUBLISHED_TREE,
     builders=("dynamic_tree",),
 )
@@ -182,6 +187,7 @@ EAGLE3 = MethodEntry(
     needs=_CHECKPOINT,
     opens="forespeak.drafters.eagle3:open_drafter",
     starts="forespeak.drafters.eagle3:random_drafter",
+    settings=_DTYPE,
     defaults={"num_speculative_tokens": 4, "tree_depth": 4, **_TREE},
     builders=("chain", "dynamic_tree", "static_tree"),
 )
@@ -193,6 +199,7 @@ DFLASH = MethodEntry(
     needs=_CHECKPOINT,
     opens="forespeak.drafters.dflash:open_drafter",
     starts="forespeak.drafters.dflash:random_drafter",
+    settings=_DTYPE,
     defaults=_TREE,
     builders=("chain", "ddtree", "static_tree"),
 )
@@ -204,6 +211,7 @@ DDTREE = MethodEntry(
     needs="a DFlash or DSpark checkpoint trained for the target",
     opens="forespeak.drafters.dspark:open_either",
     reads=("dflash", "dspark"),
+    settings=_DTYPE,
     defaults={"node_budget": 16},
     builders=("ddtree",),
 )
@@ -215,7 +223,7 @@ DSPARK = MethodEntry(
     needs=_CHECKPOINT,
     opens="forespeak.drafters.dspark:open_drafter",
     starts="forespeak.drafters.dspark:random_drafter",
-    settings=("confidence_threshold",),
+    settings=("confidence_threshold", *_DTYPE),
     defaults={"confidence_threshold": 0.0, **_TREE},
     builders=("chain", "ddtree", "dynamic_tree", "static_tree"),
 )

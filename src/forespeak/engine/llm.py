@@ -7,6 +7,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from pathlib import Path
 
 from forespeak.drafters.loader import load_drafter
 from forespeak.drafters.shipped import with_shipped
@@ -37,9 +38,9 @@ class LLM:
         target: a loaded target, or the name of one (see ``load_target``).
         method: how to draft; names joined with ``+`` make a cascade.
         drafter, builder, num_speculative_tokens, node_budget, tree_depth, tree_top_k, tree_shape,
-            confidence_threshold, recursion_state, lookup_min, lookup_max, draft_sampling, rule:
-            see :class:`SpeculationConfig`; None takes the method's default, and as drafter the one
-            that is shipped for the target, if any.
+            confidence_threshold, recursion_state, draft_dtype, lookup_min, lookup_max,
+            draft_sampling, rule: see :class:`SpeculationConfig`; None takes the method's default,
+            and as drafter the one that is shipped for the target, if any.
         dtype, device, threads, context_length: of the target, where it is given by name.
 
     Raises:
@@ -66,6 +67,7 @@ class LLM:
         tree_shape: str | None = None,
         confidence_threshold: float | None = None,
         recursion_state: str | None = None,
+        draft_dtype: str | None = None,
         lookup_min: int | None = None,
         lookup_max: int | None = None,
         draft_sampling: str | None = None,
@@ -80,7 +82,8 @@ class LLM:
             num_speculative_tokens=num_speculative_tokens, node_budget=node_budget,
             tree_depth=tree_depth, tree_top_k=tree_top_k, tree_shape=tree_shape,
             confidence_threshold=confidence_threshold, recursion_state=recursion_state,
-            lookup_min=lookup_min, lookup_max=lookup_max, draft_sampling=draft_sampling, rule=rule,
+            draft_dtype=draft_dtype, lookup_min=lookup_min, lookup_max=lookup_max,
+            draft_sampling=draft_sampling, rule=rule,
         )  # fmt: skip
         name = target.name if isinstance(target, Target) else target
         asked = with_shipped(asked, name)
@@ -97,7 +100,8 @@ class LLM:
         self._proposer = self._open_proposer(resolved)
         self._free = threading.Lock()
         self.builder = "+".join(member.builder for member in self._members) or "none"
-        names = [member.config.drafter for member in self._members if member.config.drafter]
+        given = [member.config.drafter for member in self._members if member.config.drafter]
+        names = [Path(name).name if Path(name).exists() else name for name in given]
         self.drafter_name = "+".join(names) or None
 
     def _open_proposer(self, resolved: Resolved) -> Proposing | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from forespeak.engine.batch import BatchText
+from forespeak.errors import OptionError
 from forespeak.models.decoder import Decoder
 from forespeak.models.dense_rows import DenseRows
 from forespeak.sampling import SamplingParams
@@ -33,7 +34,8 @@ def is_plain(params: SamplingParams) -> bool:
 
 
 class LockstepDecoding:
-    """Texts in the rows of one cache; ``submit`` and ``run`` are those of ``BatchDecoding``.
+    """Texts in the rows of one cache; ``submit`` and ``run`` are those of ``BatchDecoding``, but
+    that an entry's ``pieces`` and ``stats`` stay empty.
 
     Args:
         model: the target.
@@ -73,8 +75,15 @@ class LockstepDecoding:
                 else:
                     self.submit(entry)
             if self.num_unfinished:
-                self._admit()
-                yield from self._steps()
+                try:
+                    self._admit()
+                    ended = self._steps()
+                except torch.OutOfMemoryError:
+                    raise OptionError(
+                        f"{len(self._texts)} texts at a time do not fit into the memory of "
+                        f"{self._model.device}; take fewer with --rows."
+                    ) from None
+                yield from ended
 
     @torch.inference_mode()
     def _admit(self) -> None:
@@ -139,7 +148,7 @@ class _State:
         self._temperatures = torch.zeros(num_rows, device=device)
         self._uniforms = torch.zeros((num_rows, 0), dtype=torch.float64, device=device)
         self._ends = torch.full((num_rows, 1), -1, device=device)  # ids that end a row's text
-        self._sampled: list[int] = []
+        self._sampled = torch.zeros(0, dtype=torch.long, device=device)  # rows that draw
         self._all = torch.arange(num_rows, device=device)
 
     def begin(self, rows: list[int], entries: list[BatchText]) -> None:
@@ -163,13 +172,13 @@ class _State:
         self._temperatures[rows] = torch.tensor(temperatures, device=self._device)
         self._uniforms[rows] = uniforms.to(self._device)
         self._ends[rows] = ends.to(self._device)
-        self._sampled = (self._temperatures > 0).nonzero()[:, 0].tolist()
+        self._sampled = (self._temperatures > 0).nonzero()[:, 0]
 
     def take(self, logits: Tensor) -> None:
         """The next token of every row. [R, V]"""
         chosen = logits.argmax(-1)
-        if self._sampled:
-            at = self._put(self._sampled)
+        if len(self._sampled):
+            at = self._sampled
             drawn = self._uniforms[at, self.counts[at].clamp(max=self._uniforms.shape[1] - 1)]
             chosen[at] = _draw(logits[at] / self._temperatures[at, None], drawn)
         place = self.counts.clamp(max=self.tokens.shape[1] - 1)

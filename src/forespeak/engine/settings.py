@@ -16,6 +16,7 @@ _CHAIN_ONLY = ("confidence_threshold",)
 _DRAWN_BUILDERS = ("chain", "static_tree")  # the others choose their nodes by the laws
 _SHAPED = ("node_budget", "tree_depth", "tree_top_k")  # what a given tree shape decides
 RECURSION_STATES = ("normed", "raw")
+DRAFT_DTYPES = ("float32", "bfloat16", "int8")
 DRAFT_SAMPLING = ("greedy", "probabilistic")
 # Beyond these a round costs more than it can ever bring, and trees no longer fit into memory.
 _MOST = {
@@ -175,6 +176,7 @@ def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
     _check_drafter(values, entry)
     _check_threshold(values)
     _check_recursion(values)
+    _check_draft_dtype(values)
     config = SpeculationConfig(method=entry.name, builder=builder, **values)  # type: ignore[arg-type]
     given = frozenset(name for name in values if getattr(asked, name) is not None)
     return Member(config, builder, entry.info.point_mass, given)
@@ -268,6 +270,12 @@ def _check_recursion(values: dict[str, Setting | None]) -> None:
     value = values.get("recursion_state")
     if value is not None and value not in RECURSION_STATES:
         raise OptionError(unknown_choice("Recursion state", str(value), RECURSION_STATES))
+
+
+def _check_draft_dtype(values: dict[str, Setting | None]) -> None:
+    value = values.get("draft_dtype")
+    if value is not None and value not in DRAFT_DTYPES:
+        raise OptionError(unknown_choice("Draft dtype", str(value), DRAFT_DTYPES))
 
 
 def _check_size(name: str, value: Setting | None) -> None:

@@ -51,8 +51,9 @@ class DenseRows:
         """Make room for rows of so many tokens."""
         extra = -(-length // _SLOTS) * _SLOTS - self._keys[0].shape[2]
         if extra > 0:
-            self._keys = [F.pad(keys, (0, 0, 0, extra)) for keys in self._keys]
-            self._values = [F.pad(values, (0, 0, 0, extra)) for values in self._values]
+            for kept in (self._keys, self._values):
+                for layer, old in enumerate(kept):  # one by one, so that old ones go
+                    kept[layer] = F.pad(old, (0, 0, 0, extra))
 
     @torch.inference_mode()
     def prefill(self, rows: list[int], prompts: list[list[int]]) -> None:
@@ -100,7 +101,8 @@ class DenseRows:
         if used > len(self._tables[0]):
             self._tables = model.rotations(used)
         cos, sin = (table[positions.flatten()] for table in self._tables)
-        masks = [self._seen(positions, used, span) for span in (None, self._window)]
+        spans = [None, self._window] if any(self._windowed) else [None]
+        masks = [self._seen(positions, used, span) for span in spans]
 
         def mix(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._keys[layer], self._values[layer]
@@ -108,7 +110,6 @@ class DenseRows:
             keys[at] = k.reshape(count, width, *k.shape[1:])
             values[at] = v.reshape(count, width, *v.shape[1:])
             mask = masks[1 if self._windowed[layer] else 0]
-            assert mask is not None
             if rows is self._all:
                 held = keys[:, :, :used], values[:, :, :used]
             else:
@@ -119,7 +120,7 @@ class DenseRows:
         normed, _ = model.through_layers(hidden, cos, sin, mix)
         return normed.view(count, width, -1)
 
-    def _seen(self, positions: Tensor, used: int, window: int | None) -> Tensor | None:
+    def _seen(self, positions: Tensor, used: int, window: int | None) -> Tensor:
         """[n, 1, S, used] bool."""
         slots = torch.arange(used, device=positions.device)
         seen = slots <= positions[..., None]

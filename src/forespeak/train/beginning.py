@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forespeak.errors import DrafterError, OptionError
-from forespeak.formats.drafters import read_drafter
+from forespeak.errors import OptionError
+from forespeak.formats.drafters import check_fits, read_drafter
 from forespeak.train.batches import TextSet
 from forespeak.train.objective import Start, drafter_config, trainable
 from forespeak.train.provenance import digest_tensors
@@ -49,15 +50,13 @@ def start_from(folder: Path, recipe: Recipe, target: TrainingTarget) -> tuple[An
             f"{folder} is a drafter of method {found.method} and the recipe trains "
             f"{recipe.method}; take the recipe {found.method}, or another drafter."
         )
-    found.config.check_target(target.config)
-    vocab_size = found.config.vocab_size
-    if vocab_size is not None and vocab_size != target.config.vocab_size:
-        raise DrafterError(
-            f"{folder} is for a vocabulary of {vocab_size} and {target.name} has "
-            f"{target.config.vocab_size}; a drafter's target must be the one it was made for."
-        )
+    config, size = found.config, target.config
+    check_fits(found, hidden_size=size.hidden_size, vocab_size=size.vocab_size, context_length=1)
+    config.check_target(size)
+    if getattr(config, "temperatures", ()):  # of the weights as they were
+        config = replace(config, temperatures=())
     tensors = {name: _trained(tensor) for name, tensor in found.tensors().items()}
-    return found.config, Start(torch.Generator().manual_seed(recipe.seed), tensors=tensors)
+    return config, Start(torch.Generator().manual_seed(recipe.seed), tensors=tensors)
 
 
 def digest_start(folder: Path | None) -> str:

@@ -11,11 +11,14 @@ import torch
 
 from forespeak.errors import OptionError
 from forespeak.formats.dflash_layouts import write_temperatures
+from forespeak.formats.drafters import read_drafter
 from forespeak.train.batches import Collator, Order, TextSet, drawing
 from forespeak.train.features import LiveFeatures, Needs
 from forespeak.train.objective import Batch, Objective
 from forespeak.train.recipe import read_recipe
 from forespeak.train.session import Request, Watchers, open_session
+
+_SETTINGS = {"num_anchors": 64, "confidence": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +58,19 @@ def calibrate_drafter(
     if asked.num_texts < 1:
         raise OptionError(f"The number of texts is {asked.num_texts}; allowed: 1 or more.")
     watchers = watchers or Watchers()
-    recipe = read_recipe("dspark", {"seed": str(asked.seed), "data.held_out": "0"})
-    recipe = replace(recipe, objective={"calibrate_greedy": asked.greedy, "confidence": 0.0})
+    if not getattr(read_drafter(asked.drafter).config, "confidence_head", False):
+        raise OptionError(
+            f"{asked.drafter} has no confidence head, so there is nothing to calibrate; DSpark "
+            "drafters have one."
+        )
+    small = {"data.held_out": "0", "batch.tokens": "2048", "batch.micro_batches": "1"}
+    recipe = read_recipe("dspark", {"seed": str(asked.seed), **small})
+    recipe = replace(recipe, objective=_SETTINGS | {"calibrate_greedy": asked.greedy})
     request = Request(
         recipe=recipe, target=asked.target, data=asked.data, out=asked.drafter, dtype=asked.dtype,
         device=asked.device, threads=asked.threads, start_from=asked.drafter,
     )  # fmt: skip
     session = open_session(request, watchers)
-    if not getattr(session.objective.config, "confidence_head", False):
-        raise OptionError(
-            f"{asked.drafter} has no confidence head, so there is nothing to calibrate; train it "
-            "with drafter.confidence_head=true."
-        )
     found = session.objective.calibrate(
         _batches(session.objective, session.data, session.target.model, request, asked.num_texts,
                  watchers.on_texts)
@@ -95,8 +99,7 @@ def _batches(
     numbers = [data.trained[place] for place in drawn]
     source = LiveFeatures(model, data.texts, Needs(objective.taps, objective.needs_hidden))
     collator = Collator(data, source, model.device)
-    settings = replace(recipe.batch, micro_batches=1)
-    order = Order(numbers, [len(text) for text in data.texts], settings, recipe.seed)
+    order = Order(numbers, [len(text) for text in data.texts], recipe.batch, recipe.seed)
     done = 0
     for step in range(order.num_steps(1)):
         group = order.step(step)[0]

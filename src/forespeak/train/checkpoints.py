@@ -142,8 +142,9 @@ def load_checkpoint(
 def _check_same(
     folder: Path, kept: Recipe, recipe: Recipe, before: Identity, identity: Identity
 ) -> None:
-    # What is saved, and how often, may change.
-    different = first_difference(replace(kept, save=recipe.save), recipe)
+    # What is saved, how often, and by whom the weights are held may change.
+    compute = replace(kept.compute, sharded=recipe.compute.sharded)
+    different = first_difference(replace(kept, save=recipe.save, compute=compute), recipe)
     if different is not None:
         raise TrainingError(
             f"{folder} is of a run with another {different}; a run goes on with the same recipe "

@@ -8,9 +8,10 @@ is needed. The same dialogues and seed give the same prompts.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from forespeak.errors import DataError, OptionError, unknown_choice
@@ -84,9 +85,7 @@ class Derived:
         return {"id": self.id, "task": self.task, "turns": [self.text]}
 
 
-def derive(
-    sources: Sequence[Source], kinds: Mapping[str, int], *, seed: int = 0
-) -> Iterator[Derived]:
+def derive(sources: Sequence[Source], kinds: Mapping[str, int], *, seed: int = 0) -> list[Derived]:
     """Prompts of several kinds.
 
     Args:
@@ -94,24 +93,41 @@ def derive(
         kinds: how many of each of :data:`KINDS`.
         seed: of all draws.
 
+    Returns:
+        The kinds mixed, so that the first half of them has half of each. Of a kind that needs texts
+        of its own there are as many as these allow.
+
     Raises:
         OptionError: an unknown kind.
         DataError: the sources have nothing that a kind could use.
     """
+    check_kinds(kinds)
+    found: list[Derived] = []
     for kind, count in kinds.items():
+        made = itertools.islice(KINDS[kind](sources, random.Random(f"{seed} {kind}")), count)
+        some = [
+            Derived(f"{kind}/{number}{name}", kind, text)
+            for number, (name, text) in enumerate(made)
+        ]
+        if not some:
+            raise DataError(
+                f"The dialogues hold nothing to make prompts of kind {kind} of: {_NEEDS[kind]}. "
+                "Give others, or leave the kind out."
+            )
+        found += some
+    random.Random(f"{seed}").shuffle(found)
+    return found
+
+
+def check_kinds(kinds: Iterable[str]) -> None:
+    """Refuse a kind that is not known.
+
+    Raises:
+        OptionError: naming it.
+    """
+    for kind in kinds:
         if kind not in KINDS:
             raise OptionError(unknown_choice("Kind of prompts", kind, list(KINDS)))
-        draw = random.Random(f"{seed} {kind}")
-        made = KINDS[kind](sources, draw)
-        for number in range(count):
-            found = next(made, None)
-            if found is None:
-                raise DataError(
-                    f"The dialogues hold nothing to make prompts of kind {kind} of: "
-                    f"{_NEEDS[kind]}. Give others, or leave the kind out."
-                )
-            name, text = found
-            yield Derived(f"{kind}/{number}{name}", kind, text)
 
 
 def _passages(sources: Sequence[Source], draw: random.Random) -> Iterator[str]:
@@ -164,7 +180,8 @@ def _back_translations(sources: Sequence[Source], draw: random.Random) -> Iterat
     """Of answers to prompts of kind ``translation``."""
     foreign = []
     for source in sources:
-        kind, *_, language = source.id.split("/")
+        kind, _, rest = source.id.partition("/")
+        language = rest.rpartition("/")[2]
         line = source.answer.strip().split("\n")[0].strip(" \"'")
         if kind == "translation" and _MIN_SENTENCE <= len(line.split()) <= _MAX_SENTENCE:
             foreign.append((language, line))
@@ -187,5 +204,5 @@ _NEEDS = {
     "rewriting": f"answers of {_MIN_WORDS} words",
     "question": f"questions of one line with answers of {_MIN_WORDS} words",
     "translation": f"sentences of {_MIN_SENTENCE} to {_MAX_SENTENCE} words",
-    "back_translation": "enough answers to prompts of kind translation",
+    "back_translation": f"answers of {_MIN_SENTENCE} words or more to prompts of kind translation",
 }

@@ -127,6 +127,15 @@ class SeveralProcesses(_Whole):
         self._accelerator.wait_for_everyone()
 
 
+def alone_and_sharded() -> OptionError:
+    """Why one process cannot share out its weights."""
+    return OptionError(
+        "compute.sharded is true and this is one process, which has nobody to share with; start "
+        "several with `accelerate launch --num_processes N -m forespeak train ...`, or leave it "
+        "out."
+    )
+
+
 def open_devices(device: torch.device, *, sharded: bool = False) -> tuple[Devices, torch.device]:
     """The processes of this run, and the device of this one.
 
@@ -140,11 +149,7 @@ def open_devices(device: torch.device, *, sharded: bool = False) -> tuple[Device
     """
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1 and sharded:
-        raise OptionError(
-            "compute.sharded is true and this is one process, which has nobody to share with; "
-            "start several with `accelerate launch --num_processes N -m forespeak train ...`, or "
-            "leave it out."
-        )
+        raise alone_and_sharded()
     if count == 1:
         return OneProcess(), device
     try:

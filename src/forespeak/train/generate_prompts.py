@@ -60,6 +60,7 @@ class SelfWritten:
 
     prompts: PromptSet
     counts: Counter[str]
+    is_full: bool = True
 
 
 @dataclass(frozen=True)
@@ -132,9 +133,11 @@ class PromptWriter:
                     f"{count} were asked for ({judge.told()}); ask for fewer, or give prompts of "
                     "your own with --prompts."
                 )
-            places = {number: place for place, number in enumerate(numbers)}
-            journal.keep([places[number] for number in range(judge.next)])
-        return SelfWritten(PromptSet(SELF_WRITTEN, "", judge.prompts), judge.counts)
+            if judge.is_full():
+                places = {number: place for place, number in enumerate(numbers)}
+                journal.keep([places[number] for number in range(judge.next)])
+        found = PromptSet(SELF_WRITTEN, "", judge.prompts)
+        return SelfWritten(found, judge.counts, judge.is_full())
 
     def _texts(self, numbers: Iterator[int]) -> Iterator[_Candidate]:
         texts: dict[BatchText, int] = {}

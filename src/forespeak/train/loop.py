@@ -11,6 +11,7 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,7 @@ from forespeak.train.step_log import StepLog
 
 Ending = Literal["complete", "time", "signal"]
 
+_RECENT = 8  # steps; the first ones of a process take longer than all others
 _HELD_OUT_STEP = 2**40  # far above any step: the randomness of held-out batches is their own
 
 
@@ -189,7 +191,8 @@ class _Run:
         self._log = StepLog(job.out, self._progress.step) if self._main else None
         self._started = time.monotonic()
         self._before = self._progress.seconds
-        self._longest = 0.0
+        self._time_share = 0.0
+        self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds of the latest steps
 
     def run(self) -> Outcome:
         try:
@@ -212,7 +215,7 @@ class _Run:
                 self._save()
                 held_out = self._measure()
         self._save()
-        if last is not None:
+        if self._progress.step:
             held_out = self._measure()
         self._job.devices.unwrap(self._job.objective)
         return Outcome(ending, self._progress, self._job.num_steps, last, held_out)
@@ -232,7 +235,9 @@ class _Run:
 
     def _early_end(self) -> Ending | None:
         """Whether to end before the next step; all processes must agree."""
-        late = self._deadline is not None and time.monotonic() + self._longest > self._deadline
+        late = self._deadline is not None and (
+            time.monotonic() + max(self._recent, default=0.0) > self._deadline
+        )
         if self._job.devices.count > 1:
             asked, passed = self._job.devices.add_numbers([self._stop.wanted, late])
             return "signal" if asked else "time" if passed else None
@@ -240,6 +245,7 @@ class _Run:
 
     def _step(self) -> StepReport:
         job, step, begun = self._job, self._progress.step, time.monotonic()
+        self._time_share = self._share_of_time()
         job.objective.progress = self._share_done(step)
         losses = self._add_up(job.order.step(step))
         total, weight, reach, *parts = job.devices.add_numbers(losses.sums)
@@ -251,7 +257,7 @@ class _Run:
         if good:
             self._optimizer.step(rate)
         self._optimizer.clear()
-        self._longest = max(self._longest, time.monotonic() - begun)
+        self._recent.append(time.monotonic() - begun)
         before = self._progress
         self._progress = Progress(
             step=step + 1,
@@ -309,11 +315,17 @@ class _Run:
                 parameter.grad.mul_(factor)
 
     def _share_done(self, step: int) -> float:
-        share = step / self._job.num_steps
-        if self._job.recipe.schedule.follows == "time" and self._deadline is not None:
-            now = self._before + time.monotonic() - self._started
-            share = max(share, now / (self._before + self._deadline - self._started))
-        return min(share, 1.0)
+        return min(max(step / self._job.num_steps, self._time_share), 1.0)
+
+    def _share_of_time(self) -> float:
+        """Of the time limit, where the schedule follows it: by the first process's clock."""
+        if self._job.recipe.schedule.follows != "time" or self._deadline is None:
+            return 0.0
+        now = self._before + time.monotonic() - self._started
+        share = now / (self._before + self._deadline - self._started)
+        if self._job.devices.count == 1:
+            return share
+        return self._job.devices.add_numbers([share if self._main else 0.0])[0]
 
     def _tell(self, report: StepReport) -> None:
         if self._log is not None:

@@ -153,6 +153,7 @@ class Making:
         tokenizer: the target's.
         max_tokens_total: stop after the first prompts, in order, whose answers have so many tokens.
         written: counts of self-written prompts, for the manifest.
+        all_written: False when more of them are to come, so that the run cannot be complete.
     """
 
     def __init__(
@@ -164,10 +165,11 @@ class Making:
         *,
         max_tokens_total: int | None = None,
         written: Mapping[str, int] | None = None,
+        all_written: bool = True,
     ) -> None:
         self._folder, self._manifest, self._jobs = folder, manifest, jobs
         self._tokenizer, self._written = tokenizer, dict(written or {})
-        self._most = max_tokens_total
+        self._most, self._all_written = max_tokens_total, all_written
         self._places = {(job.source, job.prompt.id): job.place for job in jobs.jobs}
         self._tokens: dict[int, int] = {}  # of each job that has ended
         self._fates: dict[int, Fate] = {}  # of those that became no dialogue
@@ -210,12 +212,13 @@ class Making:
                         on_outcome(outcome)
                         if self._is_enough():
                             break
-                        if deadline is not None and time.monotonic() > deadline:
+                        passed = deadline is not None and time.monotonic() > deadline
+                        if passed and len(self._tokens) < len(self._jobs.jobs):
                             late = True
                             break
             if not late:
                 journal.keep([numbers[place] for place in sorted(numbers) if place < self._front])
-        return self._finish(complete=not late)
+        return self._finish(complete=not late and self._all_written)
 
     def _read(self, journal: Journal) -> dict[int, int]:
         """Line number of each job that an earlier run answered."""

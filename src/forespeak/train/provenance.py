@@ -25,12 +25,18 @@ _PACKAGES = ("forespeak", "torch", "transformers", "numpy", "numba", "accelerate
 def provenance(device: torch.device) -> dict[str, Any]:
     """What is known of this process."""
     return {
-        "command": shlex.join(["forespeak", *sys.argv[1:]]),
+        "command": shlex.join(["forespeak", *map(_public, sys.argv[1:])]),
         "commit": _commit(),
         "versions": {"python": platform.python_version()} | _versions(),
         "machine": _machine(device),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _public(word: str) -> str:
+    """An argument without the folders of this machine."""
+    name, equals, value = word.rpartition("=")
+    return f"{name}{equals}{Path(value).name}" if Path(value).is_absolute() else word
 
 
 def digest_samples(samples: Sequence[Sample]) -> str:

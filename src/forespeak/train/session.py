@@ -16,8 +16,7 @@ from forespeak.errors import DataError, OptionError
 from forespeak.train.batches import Collator, Order, TextSet, select_texts
 from forespeak.train.beginning import digest_start, fresh_start, start_from
 from forespeak.train.checkpoints import Identity, list_checkpoints
-from forespeak.train.devices import Devices, open_devices
-from forespeak.train.dialogues import read_samples
+from forespeak.train.devices import Devices, alone_and_sharded, open_devices
 from forespeak.train.export import DataFigures, export
 from forespeak.train.feature_cache import (
     CachedFeatures,
@@ -35,6 +34,7 @@ from forespeak.train.objective import (
 )
 from forespeak.train.provenance import digest_samples, provenance
 from forespeak.train.recipe import Recipe
+from forespeak.train.rendered import read_rendered
 from forespeak.train.step_log import plot_log
 from forespeak.train.target import TrainingTarget, open_training_target, target_view
 from forespeak.train.typed_tables import build
@@ -134,7 +134,7 @@ def check_request(request: Request) -> None:
     """
     objective_settings(request.recipe)
     recipe = request.recipe
-    if request.time_limit_s is not None and request.time_limit_s <= 0:
+    if request.time_limit_s is not None and not request.time_limit_s > 0:
         raise OptionError(
             f"The time limit is {request.time_limit_s / 60:g} minutes; allowed: above 0."
         )
@@ -148,7 +148,14 @@ def check_request(request: Request) -> None:
             'compute.sharded and optimizer.name = "muon" exclude each other: Muon needs every '
             "matrix whole. Leave one out."
         )
+    if recipe.compute.sharded and os.environ.get("WORLD_SIZE", "1") == "1":
+        raise alone_and_sharded()
     out = request.out
+    if request.start_from is not None and request.start_from.resolve() == out.resolve():
+        raise OptionError(
+            f"--start-from and --out are both {out}, which would be overwritten by its own "
+            "successor; name a new folder with --out."
+        )
     if out.exists() and not out.is_dir():
         raise OptionError(f"{out} is a file; name a folder.")
     if os.environ.get("RANK", "0") != "0":
@@ -268,7 +275,7 @@ def _data(
         )
     samples, refused = [], Counter[str]()
     for folder in request.data:
-        read = read_samples(folder, target.tokenizer)
+        read = read_rendered(folder, target.tokenizer)
         samples += read.samples
         refused += read.refused
     for reason, count in refused.items():
