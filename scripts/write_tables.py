@@ -21,7 +21,7 @@ def put(path: Path, mark: str, table: str) -> None:
 
 
 def shipped_table(record: dict[str, Any]) -> str:
-    """Markdown of what ``forespeak compare --json`` wrote, the fastest method first."""
+    """Markdown of what ``forespeak compare --record`` wrote, the fastest method first."""
     rows = sorted(record["rows"], key=lambda row: -(row["speedup"] or 0.0))
     lines = [
         "| method | drafts by | speed-up | quartiles | tokens/s | acceptance length "
@@ -36,7 +36,7 @@ def _shipped_line(row: dict[str, Any]) -> str:
     rate = row["acceptance_rate"]
     return (
         f"| `{row['method']}` | {row['builder'].replace('_', ' ')} | {row['speedup'] or 1.0:.2f} "
-        f"| {low:.2f} to {high:.2f} | {row['tokens_per_second']:.0f} "
+        f"| {low:.2f} to {high:.2f} | {row['tokens_per_second'] or 0:.0f} "
         f"| {row['acceptance_length']:.2f} | {'' if rate is None else f'{rate:.2f}'} "
         f"| {row['exact_match']:.0%} |"
     )

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from forespeak.bench import report
+from forespeak.bench.answers import AnswerLog
 from forespeak.bench.compare import (
     WARM_UP_TOKENS,
     Case,
@@ -219,3 +220,22 @@ def test_table_fits_its_width(width: int):
 def test_notes_say_where_texts_part():
     rows = compare([plain(), Scripted("x", ids=lambda d: (1, 9))], PROMPTS[:1], PARAMS)
     assert "x leaves plain decoding in prompt p1 at token 1" in report.notes(rows)[1]
+
+
+def test_every_answer_is_noted():
+    seen: list[str] = []
+
+    class Other(Watcher):
+        def end(self, case, runner, answer, plain):
+            seen.append(runner.method)
+
+    log = AnswerLog(PROMPTS, Other())
+    rows = compare([plain(), plain()], PROMPTS, PARAMS, watcher=log)
+    record = log.record(rows)
+    assert len(record["answers"]) == len(seen) == 2 * len(PROMPTS)
+    assert record["rows"][0]["speedup_quartiles"] == (1.0, 1.0)
+    tasks = {prompt.task for prompt in PROMPTS}
+    lengths = record["acceptance_length_by_task"][rows[0].method]
+    assert set(lengths) == tasks and all(value == 1.0 for value in lengths.values())
+    assert {answer["speedup"] for answer in record["answers"]} == {1.0}
+    assert json.loads(json.dumps(record))["answers"] == record["answers"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from forespeak.bench import report
+from forespeak.bench.answers import AnswerLog
 from forespeak.bench.compare import Case, Row, Runner, Watcher, decode_speed, num_cases, warm_up
 from forespeak.bench.compare import compare as run_comparison
 from forespeak.bench.prompts import Prompt
@@ -54,9 +56,19 @@ def compare(
     sampling: SamplingOptions,
     controls: ControlOptions,
     raw: RawOptions,
+    record_: Annotated[
+        Path | None,
+        Option(
+            "--record",
+            help="JSON file to write with everything: quartiles, acceptance lengths by task, and "
+            "what each answer took.",
+        ),
+    ] = None,
     output: OutputOptions,
 ) -> None:
     """Run methods side by side over a prompt file, plain decoding always among them."""
+    if record_ is not None and not record_.parent.is_dir():
+        raise OptionError(f"{record_} lies in a folder that is not there; name another file.")
     if raw.raw and prompts.all_turns:
         raise OptionError(
             "--raw and --all-turns exclude each other: a dialogue needs the chat template; "
@@ -79,14 +91,18 @@ def compare(
         runners = [EngineRunner(open_llm(model, config), raw=raw.raw) for config in configs]
     total = num_cases(chosen, prompts.all_turns) * len(runners)
     with consoles.progress("Comparing", total) as bar:
+        log = AnswerLog(chosen, BarWatcher(bar))
         rows = run_comparison(
             runners,
             chosen,
             params,
             all_turns=prompts.all_turns,
             peak_memory_mb=peak_memory_meter(model.device),
-            watcher=BarWatcher(bar),
+            watcher=log,
         )
+    if record_ is not None:
+        whole = {**record(rows, model), **log.record(rows), "max_new_tokens": params.max_new_tokens}
+        record_.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     show(rows, model, output)
 
 
