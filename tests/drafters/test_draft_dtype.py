@@ -15,7 +15,7 @@ from forespeak.engine.settings import resolve
 from forespeak.engine.target import in_memory
 from forespeak.errors import OptionError
 from forespeak.sampling import SamplingParams
-from forespeak.types import Observation, SpeculationConfig
+from forespeak.types import DenseLaws, Observation, SpeculationConfig
 from tests.tiny import random_tokens, run, tiny_config, tiny_decoder, tiny_int8
 
 CONFIG = tiny_config(num_layers=8, max_position_embeddings=128)
@@ -31,6 +31,7 @@ def first_laws(method: str, folder: Path, parts: TargetParts, dtype: str | None)
     drafter.admit(0)
     drafter.observe([Observation(0, tuple(prompt), output.hidden, output.taps)])
     laws = drafter.propose([0], [5], 2)
+    assert isinstance(laws, DenseLaws)
     return laws.logits[0, 0].float().log_softmax(-1)
 
 

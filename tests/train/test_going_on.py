@@ -175,3 +175,40 @@ def test_a_drafter_calibrated_by_itself(root: Path, tmp_path: Path):
     run_request(request(root, tiny_recipe("medusa"), out=tmp_path / "medusa"))
     with pytest.raises(OptionError, match="has no confidence head"):
         calibrate_drafter(replace(wanted, drafter=tmp_path / "medusa"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_vocabulary_that_grows(root: Path, tmp_path: Path, method):
+    recipe = tiny_recipe(
+        method, drafter={"draft_vocab_size": 12}, objective=SETTINGS.get(method, {}),
+        schedule={"steps": 20},
+    )  # fmt: skip
+    first = request(root, recipe, out=tmp_path / "first")
+    run_request(first)
+    still = replace(recipe, optimizer=replace(recipe.optimizer, learning_rate=1e-12))
+    second = replace(
+        first, recipe=still, out=tmp_path / "second", start_from=first.out, draft_vocab_size=20
+    )
+    run_request(second)
+    one, two = read_drafter(first.out), read_drafter(second.out)
+    assert two.config.draft_vocab_size == 20
+    old, new = (
+        (found.tensors()["d2t"] + torch.arange(size)).tolist()
+        for found, size in ((one, 12), (two, 20))
+    )
+    assert set(old) < set(new) and new == sorted(new)
+    before, after = one.tensors(), two.tensors()
+    places = torch.tensor([new.index(word) for word in old])
+    for name, tensor in before.items():
+        if name == "t2d":
+            continue
+        grew = name != "d2t" and after[name].shape != tensor.shape
+        assert name == "d2t" or torch.equal(after[name][places] if grew else after[name], tensor)
+        if grew and "markov_w2" in name:
+            rest = [place for place in range(20) if place not in places.tolist()]
+            assert float(after[name][rest].abs().max()) < 1e-9  # the rate is not quite zero
+    for size in (12, 10**6):
+        with pytest.raises(OptionError, match="allowed: above 12"):
+            run_request(replace(second, out=tmp_path / f"{size}", draft_vocab_size=size))
+    with pytest.raises(OptionError, match="has no effect without --start-from"):
+        run_request(replace(second, out=tmp_path / "none", start_from=None))

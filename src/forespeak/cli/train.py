@@ -78,6 +78,16 @@ def train(
             rich_help_panel=_RUN,
         ),
     ] = None,
+    draft_vocab_size: Annotated[
+        int | None,
+        Option(
+            min=1,
+            help="Words that the drafter of --start-from is to have, more than it has: those that "
+            "the data have most.",
+            show_default="as it has",
+            rich_help_panel=_RUN,
+        ),
+    ] = None,
     features: Annotated[
         Path | None,
         Option(
@@ -117,7 +127,8 @@ def train(
             consoles.write(as_toml(resolved))
         return
     request = _request(resolved, data, out, target, features, resume, time_limit)
-    request = replace(request, start_from=_start(start_from, set_))
+    begun = _start(start_from, set_)
+    request = replace(request, start_from=begun, draft_vocab_size=draft_vocab_size)
     with consoles.waiting("Checking the recipe"):
         from forespeak.train.atomic import full_disk_said
         from forespeak.train.loop import stopping_signals

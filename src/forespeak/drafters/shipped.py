@@ -54,7 +54,6 @@ def find_drafter(config: SpeculationConfig, folder: Path) -> SpeculationConfig:
 
 def with_shipped(config: SpeculationConfig, target: str) -> SpeculationConfig:
     """A configuration with the shipped drafter of its method for a target, where there is one."""
-    if not isinstance(config.method, str):  # refused elsewhere
-        return config
     folder = shipped_folder(target)
-    return config if folder is None else find_drafter(config, folder)
+    named = isinstance(config.method, str)  # what else it may be is refused elsewhere
+    return find_drafter(config, folder) if named and folder is not None else config

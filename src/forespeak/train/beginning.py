@@ -12,11 +12,12 @@ from torch import Tensor
 from forespeak.errors import OptionError
 from forespeak.formats.drafters import check_fits, read_drafter
 from forespeak.train.batches import TextSet
-from forespeak.train.objective import Start, drafter_config, trainable
+from forespeak.train.objective import Start, TargetView, drafter_config, trainable
 from forespeak.train.provenance import digest_tensors
 from forespeak.train.recipe import Recipe
 from forespeak.train.target import TrainingTarget
 from forespeak.train.vocabulary import choose_words, count_tokens
+from forespeak.train.widening import widened
 
 
 def fresh_start(recipe: Recipe, target: TrainingTarget, data: TextSet) -> tuple[Any, Start]:
@@ -31,8 +32,22 @@ def fresh_start(recipe: Recipe, target: TrainingTarget, data: TextSet) -> tuple[
     return config, Start(generator, token_ids=_draft_vocabulary(config, target, data))
 
 
-def start_from(folder: Path, recipe: Recipe, target: TrainingTarget) -> tuple[Any, Start]:
+def start_from(
+    folder: Path,
+    recipe: Recipe,
+    target: TrainingTarget,
+    data: TextSet,
+    view: TargetView,
+    draft_vocab_size: int | None = None,
+) -> tuple[Any, Start]:
     """A drafter's own config and weights, to go on from.
+
+    Args:
+        folder: of the drafter.
+        recipe: whose method it must be.
+        target, view: that it is for.
+        data: whose words count where its vocabulary grows.
+        draft_vocab_size: words that it is to have, more than it has; None leaves them.
 
     Raises:
         OptionError: the method makes a model of its own, or the drafter is another method's.
@@ -56,6 +71,9 @@ def start_from(folder: Path, recipe: Recipe, target: TrainingTarget) -> tuple[An
     if getattr(config, "temperatures", ()):  # of the weights as they were
         config = replace(config, temperatures=())
     tensors = {name: _trained(tensor) for name, tensor in found.tensors().items()}
+    if draft_vocab_size is not None:
+        counts = _counts(target, data)
+        config, tensors = widened(config, tensors, counts, draft_vocab_size, view.head)
     return config, Start(torch.Generator().manual_seed(recipe.seed), tensors=tensors)
 
 
@@ -73,6 +91,11 @@ def _draft_vocabulary(config: Any, target: TrainingTarget, data: TextSet) -> Ten
     size = getattr(config, "draft_vocab_size", None)  # a draft model has the target's
     if size is None or size == target.config.vocab_size:
         return None
-    texts = [(data.texts[number], data.spans[number]) for number in data.trained]
-    counts = count_tokens(texts, target.config.vocab_size)
+    counts = _counts(target, data)
     return choose_words(counts, size, always=target.config.eos_token_ids).token_ids
+
+
+def _counts(target: TrainingTarget, data: TextSet) -> Tensor:
+    """[V] how often each word is to be predicted."""
+    texts = [(data.texts[number], data.spans[number]) for number in data.trained]
+    return count_tokens(texts, target.config.vocab_size)

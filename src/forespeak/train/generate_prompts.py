@@ -136,8 +136,8 @@ class PromptWriter:
             if judge.is_full():
                 places = {number: place for place, number in enumerate(numbers)}
                 journal.keep([places[number] for number in range(judge.next)])
-        found = PromptSet(SELF_WRITTEN, "", judge.prompts)
-        return SelfWritten(found, judge.counts, judge.is_full())
+        prompts = PromptSet(SELF_WRITTEN, "", judge.prompts)
+        return SelfWritten(prompts, judge.counts, judge.is_full())
 
     def _texts(self, numbers: Iterator[int]) -> Iterator[_Candidate]:
         texts: dict[BatchText, int] = {}

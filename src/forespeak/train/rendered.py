@@ -69,7 +69,7 @@ def _save(path: Path, samples: Samples, key: str) -> None:
 def _load(path: Path, key: str) -> Samples | None:
     """None where there is no whole file of these dialogues."""
     try:
-        with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("key") != key:
                 return None

@@ -55,6 +55,7 @@ class Request:
         resume: go on with the run in ``out``; without one, begin it.
         start_from: folder of a drafter whose sizes and weights training goes on from; the recipe's
             ``drafter`` section then has no say.
+        draft_vocab_size: words that the drafter of ``start_from`` is to have, more than it has.
         time_limit_s: seconds from the start of the command; None takes as long as it takes.
     """
 
@@ -68,6 +69,7 @@ class Request:
     threads: int | None = None
     resume: bool = False
     start_from: Path | None = None
+    draft_vocab_size: int | None = None
     time_limit_s: float | None = None
 
 
@@ -122,7 +124,9 @@ def open_session(request: Request, watchers: Watchers) -> Session:
     """
     target, devices = _opened(request)
     data, figures = _data(request, target, watchers)
-    objective = _objective(request.recipe, target, data, request.start_from)
+    objective = _objective(
+        request.recipe, target, data, request.start_from, request.draft_vocab_size
+    )
     return Session(target, devices, data, figures, objective)
 
 
@@ -151,6 +155,11 @@ def check_request(request: Request) -> None:
     if recipe.compute.sharded and os.environ.get("WORLD_SIZE", "1") == "1":
         raise alone_and_sharded()
     out = request.out
+    if request.draft_vocab_size is not None and request.start_from is None:
+        raise OptionError(
+            "--draft-vocab-size has no effect without --start-from; a fresh drafter takes "
+            "--set drafter.draft_vocab_size=N."
+        )
     if request.start_from is not None and request.start_from.resolve() == out.resolve():
         raise OptionError(
             f"--start-from and --out are both {out}, which would be overwritten by its own "
@@ -290,16 +299,19 @@ def _data(
 
 
 def _objective(
-    recipe: Recipe, target: TrainingTarget, data: TextSet, folder: Path | None = None
+    recipe: Recipe,
+    target: TrainingTarget,
+    data: TextSet,
+    folder: Path | None = None,
+    draft_vocab_size: int | None = None,
 ) -> Objective:
     dtype = torch.bfloat16 if recipe.compute.dtype == "bfloat16" else torch.float32
+    view = target_view(target, dtype=dtype)
     if folder is None:
         config, start = fresh_start(recipe, target, data)
     else:
-        config, start = start_from(folder, recipe, target)
-    return make_objective(
-        recipe.method, config, target_view(target, dtype=dtype), objective_settings(recipe), start
-    )
+        config, start = start_from(folder, recipe, target, data, view, draft_vocab_size)
+    return make_objective(recipe.method, config, view, objective_settings(recipe), start)
 
 
 def _source(

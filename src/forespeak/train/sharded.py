@@ -93,7 +93,7 @@ class Sharded(SeveralProcesses):
 def _whole(value: Any) -> Any:
     """Everything inside with its tensors gathered."""
     if isinstance(value, DTensor):
-        return value.detach().full_tensor()
+        return value.full_tensor().detach()
     if isinstance(value, Mapping):
         return {name: _whole(part) for name, part in value.items()}
     if isinstance(value, list):
