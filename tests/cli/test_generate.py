@@ -99,6 +99,7 @@ def test_settings_reach_the_engine(forespeak: Command, llm: Any, monkeypatch: py
         "tree_shape": "eagle",
         "confidence_threshold": 0.5,
         "recursion_state": "raw",
+        "draft_dtype": "float32",
         "lookup_min": 5,
         "lookup_max": 6,
         "draft_sampling": "greedy",

@@ -42,8 +42,7 @@ assert devices.count == 2
 objective = Bigram()
 train(job(Path(sys.argv[1]), made(sharded, int(sys.argv[3])), objective, devices))
 torch.save(objective.network.state_dict(), f"{sys.argv[1]}/{devices.rank}.pt")
-import torch.distributed
-torch.distributed.destroy_process_group()
+devices.close()
 """
 
 RUN_METHOD = """
@@ -54,8 +53,6 @@ torch.set_num_threads(1)
 from forespeak.train.session import run_request
 from tests.train.test_devices import method_request
 run_request(method_request(Path(sys.argv[1]), sys.argv[2], sharded=sys.argv[3] == "sharded"))
-import torch.distributed
-torch.distributed.destroy_process_group()
 """
 
 

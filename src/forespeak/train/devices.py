@@ -55,6 +55,9 @@ class Devices(Protocol):
     def wait(self) -> None:
         """Until every process is here."""
 
+    def close(self) -> None:
+        """Part, when all is done; nothing else may be called afterwards."""
+
 
 class _Whole:
     """What processes do whose weights are whole."""
@@ -95,6 +98,9 @@ class OneProcess(_Whole):
     def wait(self) -> None:
         """Nobody to wait for."""
 
+    def close(self) -> None:
+        """Nobody to part from."""
+
 
 class SeveralProcesses(_Whole):
     """Joined by accelerate."""
@@ -125,6 +131,11 @@ class SeveralProcesses(_Whole):
     def wait(self) -> None:
         """A barrier."""
         self._accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """Together: a process that goes while another one still talks to it would take it down."""
+        self.wait()
+        torch.distributed.destroy_process_group()
 
 
 def alone_and_sharded() -> OptionError:

@@ -28,7 +28,7 @@ from forespeak.train.devices import Devices, OneProcess
 from forespeak.train.objective import Batch, Loss, Objective
 from forespeak.train.optimizer import Optimizer, rate_at
 from forespeak.train.recipe import Recipe
-from forespeak.train.step_log import StepLog
+from forespeak.train.step_log import StepLog, read_log
 
 Ending = Literal["complete", "time", "signal"]
 
@@ -215,8 +215,7 @@ class _Run:
                 self._save()
                 held_out = self._measure()
         self._save()
-        if self._progress.step:
-            held_out = self._measure()
+        held_out = self._measure() if last is not None else self._measured_before()
         self._job.devices.unwrap(self._job.objective)
         return Outcome(ending, self._progress, self._job.num_steps, last, held_out)
 
@@ -352,6 +351,13 @@ class _Run:
                     job.out, self._progress, state, job.recipe, job.identity, job.provenance
                 )
         job.devices.wait()
+
+    def _measured_before(self) -> Mapping[str, float] | None:
+        """What the log has of the step that the run stands at."""
+        for record in reversed(read_log(self._job.out)):
+            if record["kind"] == "held_out" and record["step"] == self._progress.step:
+                return {name: record[name] for name in ("loss", "acceptance_length")}
+        return None
 
     def _measure(self) -> Mapping[str, float] | None:
         """Loss and acceptance length on the texts held out."""

@@ -217,12 +217,14 @@ def run_request(
     job = _job(request, target, data, figures, objective, source, devices)
     outcome = train(job, deadline=deadline, on_step=watchers.on_step, stop=stop)
     if devices.rank or not outcome.progress.step:
+        devices.close()
         return Trained(outcome, [], count, None)
     measured = objective.calibrate(held_out_batches(job))
     files = export(
         request.out, objective, recipe, target.name, target.model.dtype_name, outcome, figures,
         {**job.provenance, **measured}, target.tokenizer,
     )  # fmt: skip
+    devices.close()
     return Trained(outcome, files, count, plot_log(request.out))
 
 
