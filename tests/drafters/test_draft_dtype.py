@@ -18,6 +18,8 @@ from forespeak.sampling import SamplingParams
 from forespeak.types import DenseLaws, Observation, SpeculationConfig
 from tests.tiny import random_tokens, run, tiny_config, tiny_decoder, tiny_int8
 
+pytestmark = pytest.mark.slow
+
 CONFIG = tiny_config(num_layers=8, max_position_embeddings=128)
 METHODS = ("medusa", "mtp_parallel", "mtp", "eagle", "eagle3", "dflash", "dspark")
 

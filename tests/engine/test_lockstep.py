@@ -19,6 +19,8 @@ from forespeak.sampling import SamplingParams
 from forespeak.types import Segment, SpeculationConfig
 from tests.tiny import FAMILIES, ROPES, random_tokens, tiny_config, tiny_decoder
 
+pytestmark = pytest.mark.slow
+
 CONFIG = tiny_config(max_position_embeddings=256, eos_token_ids=(2, 5))
 PROMPTS = [tuple(random_tokens(count, count)) for count in (1, 40, 7, 19, 3, 70, 2, 11, 1, 64)]
 PARAMS = [
