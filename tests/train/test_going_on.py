@@ -207,6 +207,8 @@ def test_a_vocabulary_that_grows(root: Path, tmp_path: Path, method):
         if grew and "markov_w2" in name:
             rest = [place for place in range(20) if place not in places.tolist()]
             assert float(after[name][rest].abs().max()) < 1e-9  # the rate is not quite zero
+    with pytest.raises(TrainingError, match="another drafter to start from"):
+        run_request(replace(second, draft_vocab_size=22, resume=True))
     for size in (12, 10**6):
         with pytest.raises(OptionError, match="allowed: above 12"):
             run_request(replace(second, out=tmp_path / f"{size}", draft_vocab_size=size))

@@ -77,9 +77,13 @@ def start_from(
     return config, Start(torch.Generator().manual_seed(recipe.seed), tensors=tensors)
 
 
-def digest_start(folder: Path | None) -> str:
-    """What tells one drafter to start from from another; empty for a fresh start."""
-    return "" if folder is None else digest_tensors(read_drafter(folder).tensors())
+def digest_start(folder: Path | None, draft_vocab_size: int | None = None) -> str:
+    """What tells one drafter to start from, and what it grows to, from another; empty for a fresh
+    start."""
+    if folder is None:
+        return ""
+    grown = "" if draft_vocab_size is None else f" with {draft_vocab_size} words"
+    return digest_tensors(read_drafter(folder).tensors()) + grown
 
 
 def _trained(tensor: Tensor) -> Tensor:

@@ -380,7 +380,7 @@ def _job(
         aside = Order(data.held_out, lengths, replace(recipe.batch, micro_batches=1), recipe.seed)
         steps = min(aside.num_steps(1), _HELD_OUT_BATCHES)
         held_out = [aside.step(step)[0] for step in range(steps)]
-    start = digest_start(request.start_from)
+    start = digest_start(request.start_from, request.draft_vocab_size)
     origin = {} if request.start_from is None else {"start_from": request.start_from.name}
     return Job(
         recipe=recipe, objective=objective, order=order,
