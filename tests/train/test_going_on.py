@@ -53,7 +53,9 @@ def test_goes_on_from_a_drafter(root: Path, tmp_path: Path, method):
     assert two.config.draft_vocab_size == 20
     assert torch.equal(one.tensors()["d2t"], two.tensors()["d2t"])
     record = json.loads((second.out / "provenance.json").read_text())
-    assert record["start_from"] == "first" and record["recipe"]["drafter"] == {}
+    assert record["start_from"]["name"] == "first" and record["recipe"]["drafter"] == {}
+    assert record["start_from"]["progress"]["step"] == 40
+    assert "| started from | first: 40 steps, " in (second.out / "README.md").read_text()
 
 
 def test_the_first_step_has_the_drafters_weights(root: Path, tmp_path: Path):
@@ -167,7 +169,16 @@ def test_a_drafter_calibrated_by_itself(root: Path, tmp_path: Path):
         assert list(config.temperatures) == pytest.approx(list(found["temperatures"]))
         assert found["greedy"] is greedy and found["num_blocks"] > 12
         assert found["ece_after"][0] <= found["ece_before"][0] + 1e-9
+        record = json.loads((asked.out / "provenance.json").read_text())
+        assert record["calibration"] == json.loads(json.dumps(found))
+        card = (asked.out / "README.md").read_text()
+        assert card.count("calibration error") == 1 and "recipe" in record
+        assert f"({'greedy' if greedy else 'temperature 1'}, {found['num_blocks']} blocks)" in card
     assert seen[-1] == (12, 12)
+    (asked.out / "provenance.json").unlink()
+    card = (asked.out / "README.md").read_text()
+    calibrate_drafter(wanted)  # a drafter from elsewhere has no provenance of ours
+    assert (asked.out / "README.md").read_text() == card
     after = read_drafter(asked.out).tensors()
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(OptionError, match="is 0; allowed: 1 or more"):

@@ -9,13 +9,22 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from safetensors import SafetensorError
 
 from forespeak.errors import TrainingError
 
+_fcntl: ModuleType | None
+try:
+    import fcntl as _fcntl
+except ImportError:  # Windows, where a folder cannot be opened
+    _fcntl = None
+
 PART = ".part-"
 """How names of unfinished files begin."""
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> None:
@@ -74,6 +83,40 @@ def remove_parts(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+@contextmanager
+def only_writer(folder: Path) -> Iterator[None]:
+    """Keep a second process from writing a folder meanwhile.
+
+    The lock is on the folder itself: it leaves no file, and is gone with a killed process. A file
+    system that has no locks gives none.
+
+    Args:
+        folder: made when it is not there.
+
+    Raises:
+        TrainingError: another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if _fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            _fcntl.flock(handle, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TrainingError(
+                f"{folder} is being written by another process; allowed: one at a time. Wait for "
+                "it, or name another folder."
+            ) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        yield
+    finally:
+        os.close(handle)
 
 
 @contextmanager

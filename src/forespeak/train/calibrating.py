@@ -13,6 +13,7 @@ from forespeak.errors import OptionError
 from forespeak.formats.dflash_layouts import write_temperatures
 from forespeak.formats.drafters import read_drafter
 from forespeak.train.batches import Collator, Order, TextSet, drawing
+from forespeak.train.card import amend_records
 from forespeak.train.features import LiveFeatures, Needs
 from forespeak.train.objective import Batch, Objective
 from forespeak.train.recipe import read_recipe
@@ -26,7 +27,8 @@ class CalibrationRequest:
     """What a user asks for.
 
     Attributes:
-        drafter: folder of a drafter with a confidence head; its ``sts.json`` is written.
+        drafter: folder of a drafter with a confidence head; its ``sts.json`` is written, and what
+            its provenance and card say of the calibration.
         target, dtype, device, threads: the model, in which precision and where it runs.
         data: folders of dialogues, better not those that the drafter was trained on.
         num_texts: of them, drawn by ``seed``.
@@ -81,6 +83,7 @@ def calibrate_drafter(
             "draft in; give more or longer answers."
         )
     write_temperatures(asked.drafter, session.objective.config.temperatures)
+    amend_records(asked.drafter, found)
     calibration: dict[str, Any] = found["calibration"]
     return calibration
 

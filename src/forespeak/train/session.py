@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,17 @@ from typing import Any
 import torch
 
 from forespeak.errors import DataError, OptionError
+from forespeak.train.atomic import only_writer
 from forespeak.train.batches import Collator, Order, TextSet, select_texts
 from forespeak.train.beginning import digest_start, fresh_start, start_from
+from forespeak.train.card import beginning
 from forespeak.train.checkpoints import Identity, list_checkpoints
 from forespeak.train.devices import Devices, alone_and_sharded, open_devices
 from forespeak.train.export import DataFigures, export
-from forespeak.train.feature_cache import (
-    CachedFeatures,
-    CachePlan,
-    plan_cache,
-    write_cache,
-)
+from forespeak.train.feature_cache import CachedFeatures, CachePlan, plan_cache, write_cache
 from forespeak.train.features import FeatureSource, LiveFeatures, Needs
 from forespeak.train.loop import Job, Outcome, StepReport, Stop, held_out_batches, train
-from forespeak.train.objective import (
-    Objective,
-    make_objective,
-    settings_class,
-    trainable,
-)
+from forespeak.train.objective import Objective, make_objective, settings_class, trainable
 from forespeak.train.provenance import digest_samples, provenance
 from forespeak.train.recipe import Recipe
 from forespeak.train.rendered import read_rendered
@@ -195,12 +188,18 @@ def run_request(
         OptionError, DataError, ModelError, TrainingError: see the parts.
         OSError: the disk is full; what was saved before stays good.
     """
-    begun = time.monotonic()
-    watchers, stop = watchers or Watchers(), stop or Stop()
+    limit = request.time_limit_s
+    deadline = None if limit is None else time.monotonic() + limit
     if request.start_from is not None:  # its sizes are its own
         request = replace(request, recipe=replace(request.recipe, drafter={}))
-    deadline = None if request.time_limit_s is None else begun + request.time_limit_s
     check_request(request)
+    watchers, stop = watchers or Watchers(), stop or Stop()
+    first = os.environ.get("RANK", "0") == "0"  # of several processes one writes
+    with only_writer(request.out) if first else nullcontext():
+        return _run(request, watchers, stop, deadline)
+
+
+def _run(request: Request, watchers: Watchers, stop: Stop, deadline: float | None) -> Trained:
     recipe = request.recipe
     opened = open_session(request, watchers)
     target, devices, objective = opened.target, opened.devices, opened.objective
@@ -353,10 +352,13 @@ def _fill_cache(
             f"Features of {plan.total - plan.done} texts go to {folder}: "
             f"{plan.num_bytes / 1e9:.2f} GB, {plan.bytes_per_token} bytes a token."
         )
-    return write_cache(
-        folder, target.model, data.texts, needs, target=target.name, on_texts=watchers.on_texts,
-        should_stop=stopper,
-    )  # fmt: skip
+    if plan.done == plan.total:
+        return True
+    with only_writer(folder):
+        return write_cache(
+            folder, target.model, data.texts, needs, target=target.name,
+            on_texts=watchers.on_texts, should_stop=stopper,
+        )  # fmt: skip
 
 
 def _stopper(stop: Stop, deadline: float | None) -> Callable[[], bool]:
@@ -381,7 +383,7 @@ def _job(
         steps = min(aside.num_steps(1), _HELD_OUT_BATCHES)
         held_out = [aside.step(step)[0] for step in range(steps)]
     start = digest_start(request.start_from, request.draft_vocab_size)
-    origin = {} if request.start_from is None else {"start_from": request.start_from.name}
+    origin = {} if request.start_from is None else {"start_from": beginning(request.start_from)}
     return Job(
         recipe=recipe, objective=objective, order=order,
         collator=Collator(data, source, target.device), held_out=held_out, out=request.out,
