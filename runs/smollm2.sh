@@ -27,6 +27,11 @@ case "${1:-}" in
 "") ;;
 *) echo "runs/smollm2.sh takes --device NAME and nothing else; see its head." >&2 && exit 2 ;;
 esac
+# A GPU wants other sizes than a CPU, so it is chosen here and not by each command for itself.
+if [ "$DEVICE" = auto ]; then
+    DEVICE=cpu
+    if nvidia-smi -L >/dev/null 2>&1; then DEVICE=cuda; fi
+fi
 FORESPEAK="${FORESPEAK:-${VENV:-.venv}/bin/forespeak}"
 PROMPTS="${PROMPTS:-../shared/data/train_prompts}"
 EXCLUDE="${EXCLUDE:-../shared/data/eval}"

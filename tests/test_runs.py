@@ -33,6 +33,9 @@ esac
 def place(tmp_path: Path) -> Path:
     (tmp_path / "fake").write_text(FAKE)
     (tmp_path / "fake").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "nvidia-smi").write_text("#!/bin/sh\nexit ${NO_GPU:-9}\n")
+    (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     for folder in ("prompts", "eval"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{folder}.jsonl").write_text('{"id": "a", "turns": ["b"]}\n' * 5)
@@ -44,6 +47,7 @@ def run(place: Path, *arguments: str, **settings: str) -> subprocess.CompletedPr
     environment = os.environ | {
         "FORESPEAK": str(place / "fake"), "CALLS": str(place / "calls"), "OUT": str(place / "out"),
         "PROMPTS": str(place / "prompts"), "EXCLUDE": str(place / "eval"),
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
     } | settings  # fmt: skip
     return subprocess.run(
         [shell, str(SCRIPT), *arguments], env=environment, text=True, capture_output=True,
@@ -76,6 +80,16 @@ def test_from_nothing_to_all_and_once_only(place: Path):
     # The same command again has nothing left to do but to look at the features.
     assert run(place).returncode == 0
     assert {line.split()[0] for line in calls(place)} == {"features"}
+
+
+@pytest.mark.parametrize(("no_gpu", "device"), [("9", "cpu"), ("0", "cuda")])
+def test_a_gpu_is_found(place: Path, no_gpu: str, device: str):
+    assert run(place, NO_GPU=no_gpu, METHODS="medusa").returncode == 0
+    lines = calls(place)
+    called = [line for line in lines if line.startswith(("train ", "data generate "))]
+    assert called and all(f"--device {device}" in line for line in called)
+    # With a GPU features are made as they are needed.
+    assert any(line.startswith("features ") for line in lines) is (device == "cpu")
 
 
 def test_a_method_that_fails_is_named_and_tried_again(place: Path):

@@ -37,6 +37,10 @@ def test_what_init_writes_inspect_finds_sound(
     assert found.record["facts"]
     shown = forespeak("inspect", out)
     assert shown.code == 0 and method in shown.out and "memory per token of context" in shown.out
+    assert "fits" not in shown.out
+    held = forespeak("inspect", out, "--target", target)
+    [line] = [line for line in held.out.splitlines() if line.startswith("fits ")]
+    assert line.split()[-1] == "yes"
 
 
 def test_seed_and_settings(forespeak: Command, target: str, tmp_path: Path):
@@ -120,6 +124,9 @@ def test_a_drafter_of_another_target(forespeak: Command, target: str, tmp_path: 
     found = forespeak("inspect", str(out), "--target", str(other), "--json")
     assert found.code == 2
     assert "hidden size 40; this one has 48" in found.record["problems"][0]
+    held = forespeak("inspect", str(out), "--target", str(other))
+    [line] = [line for line in held.out.splitlines() if line.startswith("fits ")]
+    assert held.code == 2 and line.split()[-1] == "no"
 
 
 def test_config_is_json_that_people_can_read(forespeak: Command, target: str, tmp_path: Path):

@@ -39,15 +39,15 @@ def inspect(
     if output.json:
         consoles.write_json(asdict(found))
     else:
-        consoles.out().print(drawn(found))
+        consoles.out().print(drawn(found, target))
     for problem in found.problems:
         consoles.say(f"forespeak: {problem}")
     if found.problems:
         raise typer.Exit(_UNUSABLE)
 
 
-def drawn(found: Inspection) -> Table:
-    """The table for people."""
+def drawn(found: Inspection, checked: str | None) -> Table:
+    """The table for people; ``checked`` is the target that it was held against."""
     table = Table(show_header=False, pad_edge=False, box=None)
     table.add_column(no_wrap=True, style="dim")
     table.add_column(overflow="fold")
@@ -63,6 +63,8 @@ def drawn(found: Inspection) -> Table:
     }
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
+    if checked is not None:
+        table.add_row(Text(f"fits {checked}"), Text("no" if found.problems else "yes"))
     for note in found.notes:
         table.add_row(Text("note"), Text(note))
     return table
