@@ -16,6 +16,8 @@
 #   EXCLUDE  folder of evaluation prompts that must stay out (default ../shared/data/eval); "none"
 #   OUT      working folder: dialogues, features, drafters, stamps (default runs/smollm2). What has a
 #            stamp in OUT/done is not done again; remove it, or name another folder, to change that.
+#   SHIP     folder that finished drafters are copied to, without logs and checkpoints of training,
+#            such as checkpoints/smollm2-135m, where `--method eagle3` finds them
 #   EXTRA    more options of `forespeak train`, such as "--threads 1"
 set -eu
 export LC_ALL=C
@@ -155,6 +157,20 @@ sets_of() {
     esac
 }
 
+# ship METHOD: a finished drafter goes to SHIP, in the place of an older one.
+ship() {
+    if [ -z "${SHIP:-}" ]; then return; fi
+    rm -rf "$SHIP/.part-$1"
+    mkdir -p "$SHIP/.part-$1"
+    for file in "$OUT/drafters/$1"/*; do
+        case "${file##*/}" in log.*) continue ;; esac
+        if [ -f "$file" ]; then cp "$file" "$SHIP/.part-$1/"; fi
+    done
+    chmod 644 "$SHIP/.part-$1"/*
+    rm -rf "${SHIP:?}/$1"
+    mv "$SHIP/.part-$1" "$SHIP/$1"
+}
+
 missing=""
 left=$(echo "$METHODS" | wc -w)
 for method in $METHODS; do
@@ -175,6 +191,7 @@ for method in $METHODS; do
     if "$FORESPEAK" train "smollm2/$method" "$@" --out "$OUT/drafters/$method" --device "$DEVICE" \
         --time-limit "$minutes" --resume $(sets_of "$method") $EXTRA &&
         [ -f "$OUT/drafters/$method/config.json" ]; then
+        ship "$method"
         touch "$done/train-$method"
     else
         missing="$missing $method"

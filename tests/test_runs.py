@@ -24,7 +24,7 @@ done
 case "$1 ${2:-}" in
 "data derive") echo '{}' > "$out" ;;
 "data generate") mkdir -p "$out"; touch "$out/manifest.json" "$out/dialogues.jsonl" ;;
-"train "*) mkdir -p "$out"; touch "$out/config.json" ;;
+"train "*) mkdir -p "$out/checkpoints"; touch "$out/config.json" "$out/log.png" ;;
 esac
 """
 
@@ -90,6 +90,16 @@ def test_a_gpu_is_found(place: Path, no_gpu: str, device: str):
     assert called and all(f"--device {device}" in line for line in called)
     # With a GPU features are made as they are needed.
     assert any(line.startswith("features ") for line in lines) is (device == "cpu")
+
+
+def test_finished_drafters_are_shipped_without_logs(place: Path):
+    ship = place / "ship"
+    (ship / "medusa").mkdir(parents=True)
+    (ship / "medusa" / "model-00001-of-00002.safetensors").touch()  # of an older one
+    done = run(place, SHIP=str(ship), METHODS="medusa eagle3")
+    assert done.returncode == 0, done.stderr
+    shipped = sorted(str(path.relative_to(ship)) for path in ship.rglob("*"))
+    assert shipped == ["eagle3", "eagle3/config.json", "medusa", "medusa/config.json"]
 
 
 def test_a_method_that_fails_is_named_and_tried_again(place: Path):
