@@ -50,6 +50,35 @@ cuda*)
     ROWS="${ROWS:-48}" LENGTH="${LENGTH:-192}"
     ;;
 esac
+refuse() {
+    echo "$1" >&2
+    exit 2
+}
+
+is_number() { # TEXT: whether it is a number above 0
+    echo "$1" | awk '{ exit !($0 ~ /^[0-9]*\.?[0-9]+$/ && $0 > 0) }'
+}
+
+if [ -n "${LIMIT:-}" ]; then
+    is_number "$LIMIT" || refuse "LIMIT is '$LIMIT'; allowed: minutes, a number above 0."
+fi
+is_number "${MINUTES:-20}" || refuse "MINUTES is '$MINUTES'; allowed: a number above 0."
+case "$MOST" in "" | 0* | *[!0-9]*) refuse "MOST is '$MOST'; allowed: an integer above 0." ;; esac
+for count in "$WRITTEN" "$DERIVED"; do
+    case "$count" in "" | *[!0-9]*)
+        refuse "WRITTEN is '$WRITTEN' and DERIVED '$DERIVED'; allowed: integers, 0 for none." ;;
+    esac
+done
+for method in $METHODS; do
+    case " medusa mtp_parallel mtp eagle eagle3 dflash dspark draft_model medusa2 " in
+    *" $method "*) ;;
+    *) refuse "METHODS has '$method', for which there is no recipe smollm2/$method." ;;
+    esac
+done
+[ -n "$(echo "$METHODS" | tr -d ' ')" ] || refuse "METHODS names no method."
+if [ "$PROMPTS" != none ] && [ -d "$PROMPTS" ] && ! ls "$PROMPTS"/*.jsonl >/dev/null 2>&1; then
+    refuse "There is no .jsonl file in $PROMPTS; set PROMPTS to a folder of prompt files, or to none."
+fi
 for folder in "$PROMPTS" "$EXCLUDE"; do
     if [ "$folder" != none ] && [ ! -d "$folder" ]; then
         echo "There is no folder $folder; set PROMPTS and EXCLUDE to folders of prompt files, or to none." >&2
@@ -128,13 +157,17 @@ if [ ! -e "$done/data" ]; then
             generate translated-back 46 --prompts "$OUT/prompts/foreign.jsonl"
         fi
     fi
-    touch "$done/data"
 fi
 
 set --
 for folder in answers self-written derived translated-back; do
     if [ -f "$OUT/$folder/manifest.json" ]; then set -- "$@" --data "$OUT/$folder"; fi
 done
+if [ $# -eq 0 ]; then
+    echo "There are no answers to train on; the same command with more time goes on with them." >&2
+    exit 1
+fi
+touch "$done/data"
 
 if [ "$on" = cpu ]; then
     echo "== features"

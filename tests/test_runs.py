@@ -151,8 +151,13 @@ def test_a_time_limit_is_shared_out(place: Path):
 
 def test_no_time_at_all(place: Path):
     done = run(place, LIMIT="0.1")
-    assert done.returncode == 1 and "There is none of: medusa mtp_parallel" in done.stderr
-    assert not trained(calls(place))
+    assert done.returncode == 1 and "There are no answers to train on" in done.stderr
+    assert not (place / "calls").exists()
+    # With more time it begins from the beginning.
+    assert run(place).returncode == 0
+    lines = calls(place)
+    assert trained(lines) == METHODS
+    assert len([line for line in lines if line.startswith("data generate")]) == 4
 
 
 @pytest.mark.parametrize(
@@ -162,6 +167,18 @@ def test_no_time_at_all(place: Path):
         (["--device"], {}, "--device needs"),
         ([], {"EXCLUDE": "/no/such/folder"}, "There is no folder /no/such/folder"),
         ([], {"PROMPTS": "/no/such/folder"}, "There is no folder /no/such/folder"),
+        ([], {"PROMPTS": "/"}, "no .jsonl file in /"),
+        ([], {"LIMIT": "abc"}, "LIMIT is 'abc'"),
+        ([], {"LIMIT": "-1"}, "LIMIT is '-1'"),
+        ([], {"LIMIT": "0"}, "LIMIT is '0'"),
+        ([], {"MINUTES": "0"}, "MINUTES is '0'"),
+        ([], {"MINUTES": "1e"}, "MINUTES is '1e'"),
+        ([], {"MOST": "abc"}, "MOST is 'abc'"),
+        ([], {"MOST": "0"}, "MOST is '0'"),
+        ([], {"WRITTEN": "many"}, "WRITTEN is 'many'"),
+        ([], {"DERIVED": "-3"}, "DERIVED '-3'"),
+        ([], {"METHODS": "medusa nosuch"}, "no recipe smollm2/nosuch"),
+        ([], {"METHODS": " "}, "METHODS names no method"),
     ],
 )
 def test_what_it_does_not_take(

@@ -129,6 +129,8 @@ def test_table_for_people(forespeak: Command, file: str):
         (("--prompts", "FILE", "--methods", ","), "names no method"),
         (("--prompts", "FILE", "--limit", "0"), "--limit"),
         (("--prompts", "FILE", "--stride", "0"), "--stride"),
+        (("--prompts", "FILE", "--record", "/"), "/ is a folder; name a file"),
+        (("--prompts", "FILE", "--record", "/no/such/file"), "a folder that is not there"),
         (("--prompts", "FILE", "--raw", "--all-turns"), "exclude each other"),
         (
             ("--prompts", "FILE", "--methods", "ngram", "--tree-depth", "3"),

@@ -32,6 +32,13 @@ def test_an_error_lets_go_of_the_folder(tmp_path: Path):
         pass
 
 
+def test_a_folder_below_a_file(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below"):
+        with pytest.raises(TrainingError, match="cannot be made"), only_writer(tmp_path / name):
+            pytest.fail("no such folder can be")
+
+
 def test_a_file_system_without_locks_gives_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def no_locks(handle: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, "no locks available")

@@ -201,6 +201,15 @@ def test_broken_manifests(tmp_path: Path, text: str):
         read_manifest(tmp_path)
 
 
+@pytest.mark.parametrize("field", ["prompts", "excluded"])
+@pytest.mark.parametrize("entry", [{}, {"name": "a"}, "a", None])
+def test_manifests_that_name_no_files(tmp_path: Path, field: str, entry: object):
+    path = write(tmp_path, ONE) / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: [entry]}))
+    with pytest.raises(DataError, match="without name or sha256"):
+        read_manifest(tmp_path)
+
+
 def test_other_manifests(tmp_path: Path):
     with pytest.raises(DataError, match="holds no dialogues"):
         read_manifest(tmp_path)

@@ -178,6 +178,13 @@ def test_damage(tmp_path: Path):
     with pytest.raises(CheckpointError, match="other tensors or sizes"):
         CachedFeatures(tmp_path, model, TEXTS, NEEDS)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
+    first, *others = manifest["shards"]
+    for key in ("file", "digest", "lengths"):
+        for wrong in ({k: v for k, v in first.items() if k != key}, first | {key: 3}):
+            broken = manifest | {"shards": [wrong, *others]}
+            (tmp_path / "manifest.json").write_text(json.dumps(broken))
+            with pytest.raises(CheckpointError, match="damaged"):
+                check_cache(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"version": 2}))
     with pytest.raises(CheckpointError, match="version 2"):
         check_cache(tmp_path)

@@ -11,8 +11,9 @@ import torch
 
 from forespeak.errors import CheckpointError, DrafterError, OptionError, TrainingError
 from forespeak.formats.drafters import read_drafter
+from forespeak.train.atomic import only_writer
 from forespeak.train.calibrating import CalibrationRequest, calibrate_drafter
-from forespeak.train.session import Request, Watchers, run_request
+from forespeak.train.session import Request, Watchers, check_request, run_request
 from tests.engine.tiny_text import write_checkpoint
 from tests.train.stubs import KilledHere, Steps
 from tests.train.talking import TOKENIZER
@@ -120,6 +121,22 @@ def test_confidences_are_calibrated(root: Path, tmp_path: Path):
     assert read_drafter(tmp_path / "off").config.temperatures == ()
 
 
+@pytest.mark.parametrize("text", ["{", '{"progress": {}}', '{"start_from": "x"}', "[]"])
+def test_damaged_records_are_said_before_training(root: Path, tmp_path: Path, text: str):
+    asked = request(root, tiny_recipe("medusa"), out=tmp_path / "out")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "provenance.json").write_text(text)
+    with pytest.raises(CheckpointError, match="provenance.json"):
+        check_request(replace(asked, start_from=tmp_path / "old"))
+
+
+def test_features_do_not_lie_in_the_drafters_folder(root: Path, tmp_path: Path):
+    asked = request(root, tiny_recipe("medusa"), out=tmp_path / "out")
+    with pytest.raises(OptionError, match="--features and --out are both"):
+        check_request(replace(asked, features=tmp_path / "out"))
+    assert not asked.out.exists()
+
+
 def test_a_drafter_of_another_width(root: Path, tmp_path: Path):
     asked = request(root, tiny_recipe("medusa"), out=tmp_path / "out")
     run_request(asked)
@@ -175,6 +192,15 @@ def test_a_drafter_calibrated_by_itself(root: Path, tmp_path: Path):
         assert card.count("calibration error") == 1 and "recipe" in record
         assert f"({'greedy' if greedy else 'temperature 1'}, {found['num_blocks']} blocks)" in card
     assert seen[-1] == (12, 12)
+    before_it = (asked.out / "sts.json").read_bytes()
+    damaged = ("{", "{}", "[]", '{"recipe": 3}', json.dumps(record | {"progress": {}}))
+    for text in damaged:
+        (asked.out / "provenance.json").write_text(text)
+        with pytest.raises(CheckpointError, match="provenance.json"):
+            calibrate_drafter(wanted)
+        assert (asked.out / "sts.json").read_bytes() == before_it
+    with only_writer(asked.out), pytest.raises(TrainingError, match="another process"):
+        calibrate_drafter(wanted)
     (asked.out / "provenance.json").unlink()
     card = (asked.out / "README.md").read_text()
     calibrate_drafter(wanted)  # a drafter from elsewhere has no provenance of ours

@@ -237,6 +237,13 @@ def test_a_damaged_checkpoint_is_said(tmp_path: Path):
     (last / "state.pt").write_bytes((last / "state.pt").read_bytes()[:-50])
     with pytest.raises(CheckpointError, match="delete that folder"):
         train(job(tmp_path))
+    whole = (last / "progress.json").read_text()
+    for broken in (
+        {"step": "six"}, {"steps": 6}, [], None, {"step": 1.5}, {"seconds": [1]},
+    ):  # fmt: skip
+        (last / "progress.json").write_text(json.dumps(json.loads(whole) | {"progress": broken}))
+        with pytest.raises(CheckpointError, match="no whole checkpoint"):
+            train(job(tmp_path))
     (last / "progress.json").write_text(json.dumps({"format": "x"}))
     with pytest.raises(CheckpointError, match="no whole checkpoint"):
         train(job(tmp_path))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from forespeak.errors import DataError
 from forespeak.train import rendered
@@ -48,6 +50,18 @@ def test_a_damaged_file_is_made_again(tmp_path: Path, cut: int):
     (tmp_path / RENDERED).write_bytes(whole[:cut])
     assert read_rendered(tmp_path, TOKENIZER) == expected
     assert len((tmp_path / RENDERED).read_bytes()) == len(whole)
+
+
+@pytest.mark.parametrize("name", ["tokens", "lengths", "spans", "span_counts"])
+def test_a_file_with_fewer_numbers_is_made_again(tmp_path: Path, name: str):
+    write_data(tmp_path)
+    expected = read_rendered(tmp_path, TOKENIZER)
+    path = tmp_path / RENDERED
+    tensors = load_file(path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    save_file(tensors | {name: tensors[name][:-2].clone()}, path, metadata)
+    assert read_rendered(tmp_path, TOKENIZER) == expected
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,8 +67,8 @@ def compare(
     output: OutputOptions,
 ) -> None:
     """Run methods side by side over a prompt file, plain decoding always among them."""
-    if record_ is not None and not record_.parent.is_dir():
-        raise OptionError(f"{record_} lies in a folder that is not there; name another file.")
+    if record_ is not None:
+        check_record(record_)
     if raw.raw and prompts.all_turns:
         raise OptionError(
             "--raw and --all-turns exclude each other: a dialogue needs the chat template; "
@@ -102,8 +102,36 @@ def compare(
         )
     if record_ is not None:
         whole = {**record(rows, model), **log.record(rows), "max_new_tokens": params.max_new_tokens}
-        record_.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_record(record_, whole)
     show(rows, model, output)
+
+
+def check_record(path: Path) -> None:
+    """Refuse, before anything is measured, a file that cannot be written.
+
+    Raises:
+        OptionError: its folder is not there or cannot be written, or it is a folder itself.
+    """
+    if not path.parent.is_dir():
+        raise OptionError(f"{path} lies in a folder that is not there; name another file.")
+    if path.is_dir():
+        raise OptionError(f"{path} is a folder; name a file.")
+    if not os.access(path.parent, os.W_OK):
+        raise OptionError(f"{path} lies in a folder that cannot be written; name another file.")
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a record, whole; an old one stays until then.
+
+    Raises:
+        OptionError: the disk is full, or refuses.
+    """
+    from forespeak.train.atomic import write_json_whole
+
+    try:
+        write_json_whole(path, record)
+    except OSError as error:
+        raise OptionError(f"{path} cannot be written ({error.strerror}).") from None
 
 
 def only_for_any_model(config: SpeculationConfig) -> SpeculationConfig:

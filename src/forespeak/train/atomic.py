@@ -96,9 +96,14 @@ def only_writer(folder: Path) -> Iterator[None]:
         folder: made when it is not there.
 
     Raises:
-        TrainingError: another process holds it.
+        TrainingError: another process holds it, or it cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise TrainingError(
+            f"{folder} cannot be made ({error.strerror}); name another folder."
+        ) from None
     if _fcntl is None:
         yield
         return

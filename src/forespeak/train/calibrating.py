@@ -12,8 +12,9 @@ import torch
 from forespeak.errors import OptionError
 from forespeak.formats.dflash_layouts import write_temperatures
 from forespeak.formats.drafters import read_drafter
+from forespeak.train.atomic import only_writer
 from forespeak.train.batches import Collator, Order, TextSet, drawing
-from forespeak.train.card import amend_records
+from forespeak.train.card import amend_records, check_records
 from forespeak.train.features import LiveFeatures, Needs
 from forespeak.train.objective import Batch, Objective
 from forespeak.train.recipe import read_recipe
@@ -72,6 +73,12 @@ def calibrate_drafter(
         recipe=recipe, target=asked.target, data=asked.data, out=asked.drafter, dtype=asked.dtype,
         device=asked.device, threads=asked.threads, start_from=asked.drafter,
     )  # fmt: skip
+    with only_writer(asked.drafter):
+        check_records(asked.drafter)
+        return _calibrated(asked, request, watchers)
+
+
+def _calibrated(asked: CalibrationRequest, request: Request, watchers: Watchers) -> dict[str, Any]:
     session = open_session(request, watchers)
     found = session.objective.calibrate(
         _batches(session.objective, session.data, session.target.model, request, asked.num_texts,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forespeak.errors import CheckpointError
 from forespeak.formats.weights import read_json_object
 from forespeak.train.atomic import write_json_whole, write_whole
 from forespeak.train.recipe import as_toml, recipe_from
@@ -30,6 +31,23 @@ def write_records(folder: Path, record: Mapping[str, Any]) -> None:
     text = model_card(record)
     write_json_whole(folder / PROVENANCE, record)
     write_whole(folder / CARD, lambda part: _put(part, text))
+
+
+def check_records(folder: Path) -> None:
+    """Whether later findings can be put into provenance and card, before they are made.
+
+    Args:
+        folder: of a drafter; one without provenance is fine.
+
+    Raises:
+        CheckpointError: the provenance is damaged.
+    """
+    if (folder / PROVENANCE).is_file():
+        record = read_json_object(folder / PROVENANCE)
+        try:
+            model_card(record)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _damaged(folder, error) from None
 
 
 def amend_records(folder: Path, changes: Mapping[str, Any]) -> None:
@@ -57,11 +75,16 @@ def beginning(folder: Path) -> dict[str, Any]:
         Its ``name``, and as far as its provenance says, ``progress`` and ``start_from`` of its own.
 
     Raises:
-        CheckpointError: its provenance is no JSON object.
+        CheckpointError: its provenance is damaged.
     """
     known = read_json_object(folder / PROVENANCE) if (folder / PROVENANCE).is_file() else {}
     kept = {key: known[key] for key in ("progress", "start_from") if key in known}
-    return {"name": folder.resolve().name} | kept
+    found = {"name": folder.resolve().name} | kept
+    try:
+        _start_lines(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(folder, error) from None
+    return found
 
 
 def model_card(record: Mapping[str, Any]) -> str:
@@ -123,6 +146,13 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"All of it in {PROVENANCE}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _damaged(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / PROVENANCE} is damaged ({type(error).__name__}: {error}); take it from its "
+        "source again, or delete it: a drafter works without."
+    )
 
 
 def _start_lines(found: Mapping[str, Any] | None) -> list[str]:

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from forespeak.errors import CheckpointError, TrainingError
+from forespeak.errors import CheckpointError, OptionError, TrainingError
 from forespeak.formats.weights import read_json_object
 from forespeak.train.atomic import fill_folder, remove_parts, write_json_whole
 from forespeak.train.recipe import Recipe, as_table, first_difference, recipe_from
+from forespeak.train.typed_tables import build
 
 FORMAT, VERSION = "forespeak training", 1
 
@@ -123,12 +124,13 @@ def load_checkpoint(
     try:
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
-        progress = Progress(**values["progress"])  # type: ignore[arg-type]
-        before = Identity(**values["identity"])  # type: ignore[arg-type]
+        progress = build(Progress, values["progress"])  # type: ignore[arg-type]
+        before = build(Identity, values["identity"])  # type: ignore[arg-type]
         kept = recipe_from(values["recipe"], str(folder))  # type: ignore[arg-type]
         state = torch.load(folder / "state.pt", map_location=device, weights_only=True)
     except (
-        OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError, pickle.UnpicklingError
+        OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError,
+        pickle.UnpicklingError, OptionError,
     ) as error:  # fmt: skip
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise CheckpointError(

@@ -245,6 +245,12 @@ def manifest_from(values: object, place: str) -> Manifest:
             f"{place} has version {values['version']}; allowed: {VERSION}. Make the dialogues "
             "again with this version of forespeak, or use the version that made them."
         )
+    sources = [*values["prompts"], *values["excluded"]]
+    if not all(isinstance(one, dict) and {"name", "sha256"} <= one.keys() for one in sources):
+        raise DataError(
+            f"{place} names prompt files without name or sha256; take the folder from its source "
+            "again."
+        )
     found = {name: values[name] for name in kinds}
     return Manifest(**found | {name: tuple(found[name]) for name in ("prompts", "excluded")})
 

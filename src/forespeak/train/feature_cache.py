@@ -241,12 +241,23 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             "features again in a new folder."
         )
     missing = [key for key in _new_keys() if key not in manifest]
-    if missing or not isinstance(manifest["shards"], list):
+    if missing or not _are_shards(manifest["shards"]):
         raise CheckpointError(
             f"{folder / 'manifest.json'} lacks {', '.join(missing) or 'a list of shards'}; it is "
             "damaged. Write the features again in a new folder."
         )
     return manifest
+
+
+def _are_shards(values: object) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(one, dict)
+        and isinstance(one.get("file"), str)
+        and isinstance(one.get("digest"), str)
+        and isinstance(one.get("lengths"), list)
+        and all(isinstance(length, int) for length in one["lengths"])
+        for one in values
+    )
 
 
 def _new_keys() -> tuple[str, ...]:

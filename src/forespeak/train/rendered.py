@@ -77,6 +77,9 @@ def _load(path: Path, key: str) -> Samples | None:
             tokens, lengths, spans, counts = (file.get_tensor(name).tolist() for name in names)
     except (OSError, SafetensorError):
         return None
+    whole = sum(lengths) == len(tokens) and 2 * sum(counts) == len(spans)
+    if not whole or len(lengths) != len(counts) or "refused" not in metadata:
+        return None
     samples, at, span_at = [], 0, 0
     for length, count in zip(lengths, counts, strict=True):
         ends = range(span_at, span_at + 2 * count, 2)

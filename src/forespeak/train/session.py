@@ -153,6 +153,11 @@ def check_request(request: Request) -> None:
             "--draft-vocab-size has no effect without --start-from; a fresh drafter takes "
             "--set drafter.draft_vocab_size=N."
         )
+    if request.features is not None and request.features.resolve() == out.resolve():
+        raise OptionError(
+            f"--features and --out are both {out}; features and a drafter lie in folders of their "
+            "own. Name another one."
+        )
     if request.start_from is not None and request.start_from.resolve() == out.resolve():
         raise OptionError(
             f"--start-from and --out are both {out}, which would be overwritten by its own "
@@ -160,6 +165,8 @@ def check_request(request: Request) -> None:
         )
     if out.exists() and not out.is_dir():
         raise OptionError(f"{out} is a file; name a folder.")
+    if request.start_from is not None:
+        beginning(request.start_from)  # damaged records are said now and not after the training
     if os.environ.get("RANK", "0") != "0":
         return  # the first of several processes looks, before it writes
     if not request.resume and out.is_dir() and any(out.iterdir()):
