@@ -42,9 +42,13 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def forespeak(
-    llm: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    llm: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Command:
-    """Runs one command line; ``stdin`` may be text or bytes."""
+    """Runs one command line, without shipped drafters; ``stdin`` may be text or bytes."""
+    monkeypatch.setenv("FORESPEAK_CHECKPOINTS", str(tmp_path_factory.mktemp("none")))
     from forespeak.cli.app import execute
 
     def run(*arguments: str, stdin: str | bytes = "") -> Outcome:
