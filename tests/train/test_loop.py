@@ -238,9 +238,10 @@ def test_a_damaged_checkpoint_is_said(tmp_path: Path):
     with pytest.raises(CheckpointError, match="delete that folder"):
         train(job(tmp_path))
     whole = (last / "progress.json").read_text()
-    for broken in (
+    damaged: list[object] = [
         {"step": "six"}, {"steps": 6}, [], None, {"step": 1.5}, {"seconds": [1]},
-    ):  # fmt: skip
+    ]  # fmt: skip
+    for broken in damaged:
         (last / "progress.json").write_text(json.dumps(json.loads(whole) | {"progress": broken}))
         with pytest.raises(CheckpointError, match="no whole checkpoint"):
             train(job(tmp_path))
