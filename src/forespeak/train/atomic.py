@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -93,17 +93,29 @@ def only_writer(folder: Path) -> Iterator[None]:
     system that has no locks gives none.
 
     Args:
-        folder: made when it is not there.
+        folder: made when it is not there, and taken away again when nothing came into it.
 
     Raises:
         TrainingError: another process holds it, or it cannot be made.
     """
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise TrainingError(
             f"{folder} cannot be made ({error.strerror}); name another folder."
         ) from None
+    try:
+        with _locked(folder):
+            yield
+    finally:
+        if made:
+            with suppress(OSError):  # something is in it
+                folder.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
     if _fcntl is None:
         yield
         return
