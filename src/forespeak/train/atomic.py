@@ -49,7 +49,11 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json_whole(path: Path, value: object) -> None:
     """A JSON file, whole or not at all."""
-    text = json.dumps(value, indent=1) + "\n"
+    write_text_whole(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """A text file in UTF-8, whole or not at all."""
     write_whole(path, lambda part: _put(part, text))
 
 
@@ -114,23 +118,37 @@ def only_writer(folder: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
+def take_lock(handle: int) -> bool:
+    """Lock an open file or folder for this process, until it is closed.
+
+    Returns:
+        False when another process holds it. True also where the system or the file system has no
+        locks: nothing is kept out there.
+    """
+    if _fcntl is None:
+        return True
+    try:
+        _fcntl.flock(handle, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    return True
+
+
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    if _fcntl is None:
+    if _fcntl is None:  # where a folder cannot be opened either
         yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            _fcntl.flock(handle, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not take_lock(handle):
             raise TrainingError(
                 f"{folder} is being written by another process; allowed: one at a time. Wait for "
                 "it, or name another folder."
-            ) from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                raise
+            )
         yield
     finally:
         os.close(handle)

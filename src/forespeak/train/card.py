@@ -8,7 +8,7 @@ from typing import Any
 
 from forespeak.errors import CheckpointError
 from forespeak.formats.weights import read_json_object
-from forespeak.train.atomic import write_json_whole, write_whole
+from forespeak.train.atomic import write_json_whole, write_text_whole
 from forespeak.train.recipe import as_toml, recipe_from
 
 PROVENANCE, CARD = "provenance.json", "README.md"
@@ -30,7 +30,7 @@ def write_records(folder: Path, record: Mapping[str, Any]) -> None:
     """
     text = model_card(record)
     write_json_whole(folder / PROVENANCE, record)
-    write_whole(folder / CARD, lambda part: _put(part, text))
+    write_text_whole(folder / CARD, text)
 
 
 def check_records(folder: Path) -> None:
@@ -181,7 +181,3 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
         f"| calibration error of the confidences, depth by depth | before: {', '.join(before)} %; "
         f"after: {', '.join(after)} % ({how}, {found['num_blocks']} blocks) |"
     ]
-
-
-def _put(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")

@@ -12,17 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from forespeak.errors import DataError
-from forespeak.train.atomic import write_whole
-
-_fcntl: ModuleType | None
-try:
-    import fcntl as _fcntl
-except ImportError:  # Windows, where an open file cannot be replaced anyway
-    _fcntl = None
+from forespeak.train.atomic import take_lock, write_whole
 
 
 @dataclass(frozen=True)
@@ -120,16 +113,12 @@ class Journal:
             raise _unwritable(path, error) from None
 
     def _lock(self) -> None:
-        if _fcntl is None:
-            return
-        try:
-            _fcntl.flock(self._stream, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
-        except OSError:
+        if not take_lock(self._stream.fileno()):
             self._stream.close()
             raise DataError(
                 f"{self.path} is being written by another process; allowed: one at a time. Wait "
                 "for it, or name another folder."
-            ) from None
+            )
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Add a line; when this returns, a killed process no longer loses it.
