@@ -12,7 +12,8 @@ import pytest
 from forespeak.errors import TrainingError
 from forespeak.train import atomic
 from forespeak.train.atomic import only_writer
-from forespeak.train.session import Watchers, cache_features, run_request
+from forespeak.train.request import Watchers
+from forespeak.train.session import cache_features, run_request
 from tests.train.tiny_run import request, tiny_recipe
 
 

@@ -13,7 +13,8 @@ from forespeak.errors import CheckpointError, DrafterError, OptionError, Trainin
 from forespeak.formats.drafters import read_drafter
 from forespeak.train.atomic import only_writer
 from forespeak.train.calibrating import CalibrationRequest, calibrate_drafter
-from forespeak.train.session import Request, Watchers, check_request, run_request
+from forespeak.train.request import Request, Watchers, check_request
+from forespeak.train.session import run_request
 from tests.engine.tiny_text import write_checkpoint
 from tests.train.stubs import KilledHere, Steps
 from tests.train.talking import TOKENIZER

@@ -18,14 +18,8 @@ from forespeak.train.dialogues import DIALOGUES
 from forespeak.train.loop import Stop
 from forespeak.train.objective import drafter_config
 from forespeak.train.recipe import read_recipe, recipe_names
-from forespeak.train.session import (
-    Request,
-    Watchers,
-    cache_features,
-    check_request,
-    objective_settings,
-    run_request,
-)
+from forespeak.train.request import Request, Watchers, check_request, objective_settings
+from forespeak.train.session import cache_features, run_request
 from forespeak.train.ship import split_weights
 from tests.train.stubs import KilledHere, Steps
 from tests.train.tiny_run import CONFIG, request, tiny_recipe, write_data, write_target

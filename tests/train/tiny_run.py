@@ -10,7 +10,7 @@ import torch
 
 from forespeak.train.dialogues import DIALOGUES, write_manifest
 from forespeak.train.recipe import Recipe, recipe_from
-from forespeak.train.session import Request
+from forespeak.train.request import Request
 from tests.engine.tiny_text import write_checkpoint
 from tests.tiny import tiny_config
 from tests.train.talking import SIZE, TOKENIZER, dialogue, manifest

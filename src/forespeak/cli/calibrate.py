@@ -53,7 +53,7 @@ def calibrate(
         raise OptionError("--data was not given; name a folder that `data generate` wrote.")
     from forespeak.train.atomic import full_disk_said
     from forespeak.train.calibrating import CalibrationRequest, calibrate_drafter
-    from forespeak.train.session import Watchers
+    from forespeak.train.request import Watchers
 
     asked = CalibrationRequest(
         drafter=drafter, data=data, num_texts=texts, greedy=greedy, **asdict(target)

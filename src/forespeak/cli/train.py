@@ -18,7 +18,8 @@ from forespeak.errors import OptionError
 if TYPE_CHECKING:
     from forespeak.train.loop import Outcome, StepReport
     from forespeak.train.recipe import Recipe
-    from forespeak.train.session import Request, Trained, Watchers
+    from forespeak.train.request import Request, Watchers
+    from forespeak.train.session import Trained
 
 T = TypeVar("T")
 
@@ -132,7 +133,8 @@ def train(
     with consoles.waiting("Checking the recipe"):
         from forespeak.train.atomic import full_disk_said
         from forespeak.train.loop import stopping_signals
-        from forespeak.train.session import check_request, run_request
+        from forespeak.train.request import check_request
+        from forespeak.train.session import run_request
 
         check_request(request)
     with (
@@ -178,7 +180,8 @@ def features(
     from forespeak.train.atomic import full_disk_said
     from forespeak.train.feature_cache import check_cache
     from forespeak.train.loop import stopping_signals
-    from forespeak.train.session import cache_features, objective_settings
+    from forespeak.train.request import objective_settings
+    from forespeak.train.session import cache_features
 
     for recipe in read.values():
         objective_settings(recipe)
@@ -228,7 +231,7 @@ def _request(
     resume: bool,
     time_limit: float | None,
 ) -> Request:
-    from forespeak.train.session import Request
+    from forespeak.train.request import Request
 
     return Request(
         recipe=recipe,
@@ -248,7 +251,7 @@ def _given(value: T | None, option: str, what: str) -> T:
 @contextmanager
 def _watched(what: str) -> Iterator[Watchers]:
     """A bar on a terminal, a line now and then elsewhere."""
-    from forespeak.train.session import Watchers
+    from forespeak.train.request import Watchers
 
     with consoles.filling(what) as fill:
         said = time.monotonic()

@@ -18,7 +18,8 @@ from forespeak.train.card import amend_records, check_records
 from forespeak.train.features import LiveFeatures, Needs
 from forespeak.train.objective import Batch, Objective
 from forespeak.train.recipe import read_recipe
-from forespeak.train.session import Request, Watchers, open_session
+from forespeak.train.request import Request, Watchers
+from forespeak.train.session import open_session
 
 _SETTINGS = {"num_anchors": 64, "confidence": 0.0}
 

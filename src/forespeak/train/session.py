@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,67 +17,21 @@ from forespeak.train.atomic import only_writer
 from forespeak.train.batches import Collator, Order, TextSet, select_texts
 from forespeak.train.beginning import digest_start, fresh_start, start_from
 from forespeak.train.card import beginning
-from forespeak.train.checkpoints import Identity, list_checkpoints
-from forespeak.train.devices import Devices, alone_and_sharded, open_devices
+from forespeak.train.checkpoints import Identity
+from forespeak.train.devices import Devices, open_devices
 from forespeak.train.export import DataFigures, export
 from forespeak.train.feature_cache import CachedFeatures, CachePlan, plan_cache, write_cache
 from forespeak.train.features import FeatureSource, LiveFeatures, Needs
-from forespeak.train.loop import Job, Outcome, StepReport, Stop, held_out_batches, train
-from forespeak.train.objective import Objective, make_objective, settings_class, trainable
+from forespeak.train.loop import Job, Outcome, Stop, held_out_batches, train
+from forespeak.train.objective import Objective, make_objective
 from forespeak.train.provenance import digest_samples, provenance
 from forespeak.train.recipe import Recipe
 from forespeak.train.rendered import read_rendered
+from forespeak.train.request import Request, Watchers, check_request, objective_settings
 from forespeak.train.step_log import plot_log
 from forespeak.train.target import TrainingTarget, open_training_target, target_view
-from forespeak.train.typed_tables import build
 
 _HELD_OUT_BATCHES = 16  # measured at a time, at most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """What a user asks for.
-
-    Attributes:
-        recipe: what to train, and how.
-        target, dtype, device, threads: the model, in which precision and where it runs.
-        data: folders of dialogues, in order.
-        out: folder of the run and the drafter.
-        features: folder of the cache; None puts it into ``out``.
-        resume: go on with the run in ``out``; without one, begin it.
-        start_from: folder of a drafter whose sizes and weights training goes on from; the recipe's
-            ``drafter`` section then has no say.
-        draft_vocab_size: words that the drafter of ``start_from`` is to have, more than it has.
-        time_limit_s: seconds from the start of the command; None takes as long as it takes.
-    """
-
-    recipe: Recipe
-    target: str
-    data: Sequence[Path]
-    out: Path
-    features: Path | None = None
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int | None = None
-    resume: bool = False
-    start_from: Path | None = None
-    draft_vocab_size: int | None = None
-    time_limit_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Watchers:
-    """Who is told what.
-
-    Attributes:
-        note: a sentence now and then.
-        on_texts: texts whose features are cached, of all.
-        on_step: every step.
-    """
-
-    note: Callable[[str], None] = lambda line: None
-    on_texts: Callable[[int, int], None] = lambda done, total: None
-    on_step: Callable[[StepReport], None] = lambda report: None
 
 
 @dataclass(frozen=True)
@@ -123,69 +76,6 @@ def open_session(request: Request, watchers: Watchers) -> Session:
     return Session(target, devices, data, figures, objective)
 
 
-def check_request(request: Request) -> None:
-    """Refuse, before anything is loaded, what cannot be.
-
-    Raises:
-        OptionError: the recipe's method or settings, the time limit or the folder.
-    """
-    objective_settings(request.recipe)
-    recipe = request.recipe
-    if request.time_limit_s is not None and not request.time_limit_s > 0:
-        raise OptionError(
-            f"The time limit is {request.time_limit_s / 60:g} minutes; allowed: above 0."
-        )
-    if recipe.schedule.follows == "time" and request.time_limit_s is None:
-        raise OptionError(
-            'schedule.follows is "time" and no time limit was given; add --time-limit MINUTES, or '
-            'take schedule.follows = "steps".'
-        )
-    if recipe.compute.sharded and recipe.optimizer.name == "muon":
-        raise OptionError(
-            'compute.sharded and optimizer.name = "muon" exclude each other: Muon needs every '
-            "matrix whole. Leave one out."
-        )
-    if recipe.compute.sharded and os.environ.get("WORLD_SIZE", "1") == "1":
-        raise alone_and_sharded()
-    out = request.out
-    if request.draft_vocab_size is not None and request.start_from is None:
-        raise OptionError(
-            "--draft-vocab-size has no effect without --start-from; a fresh drafter takes "
-            "--set drafter.draft_vocab_size=N."
-        )
-    if request.features is not None and request.features.resolve() == out.resolve():
-        raise OptionError(
-            f"--features and --out are both {out}; features and a drafter lie in folders of their "
-            "own. Name another one."
-        )
-    if request.start_from is not None and request.start_from.resolve() == out.resolve():
-        raise OptionError(
-            f"--start-from and --out are both {out}, which would be overwritten by its own "
-            "successor; name a new folder with --out."
-        )
-    if out.exists() and not out.is_dir():
-        raise OptionError(f"{out} is a file; name a folder.")
-    if request.start_from is not None:
-        beginning(request.start_from)  # damaged records are said now and not after the training
-    if os.environ.get("RANK", "0") != "0":
-        return  # the first of several processes looks, before it writes
-    if not request.resume and out.is_dir() and any(out.iterdir()):
-        what = "a run" if list_checkpoints(out) else "other files"
-        raise OptionError(
-            f"{out} holds {what} already; go on with it by --resume, or name a new folder."
-        )
-
-
-def objective_settings(recipe: Recipe) -> Any:
-    """The settings of a recipe's method, typed.
-
-    Raises:
-        OptionError: a method that is not trained, or a setting that it does not have.
-    """
-    trainable(recipe.method)
-    return build(settings_class(recipe.method), recipe.objective, "objective")
-
-
 def run_request(
     request: Request, watchers: Watchers | None = None, stop: Stop | None = None
 ) -> Trained:
@@ -207,8 +97,18 @@ def run_request(
 
 
 def _run(request: Request, watchers: Watchers, stop: Stop, deadline: float | None) -> Trained:
-    recipe = request.recipe
     opened = open_session(request, watchers)
+    devices = opened.devices
+    trained = _train(request, opened, watchers, stop, deadline)
+    del opened  # the processes part for good only when no weights refer to their group
+    devices.close()
+    return trained
+
+
+def _train(
+    request: Request, opened: Session, watchers: Watchers, stop: Stop, deadline: float | None
+) -> Trained:
+    recipe = request.recipe
     target, devices, objective = opened.target, opened.devices, opened.objective
     data, figures = opened.data, opened.figures
     needs = Needs(objective.taps, objective.needs_hidden)
@@ -223,14 +123,12 @@ def _run(request: Request, watchers: Watchers, stop: Stop, deadline: float | Non
     job = _job(request, target, data, figures, objective, source, devices)
     outcome = train(job, deadline=deadline, on_step=watchers.on_step, stop=stop)
     if devices.rank or not outcome.progress.step:
-        devices.close()
         return Trained(outcome, [], count, None)
     measured = objective.calibrate(held_out_batches(job))
     files = export(
         request.out, objective, recipe, target.name, target.model.dtype_name, outcome, figures,
         {**job.provenance, **measured}, target.tokenizer,
     )  # fmt: skip
-    devices.close()
     return Trained(outcome, files, count, plot_log(request.out))
 
 

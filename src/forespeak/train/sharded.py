@@ -11,6 +11,7 @@ What is saved is whole, so that a run may be taken up by any number of processes
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -78,6 +79,15 @@ class Sharded(SeveralProcesses):
 
     def whole(self, state: Any) -> Any:
         return _whole(state)
+
+    def close(self) -> None:
+        """Part, and let go of the group: what PyTorch remembers of meshes would keep its threads.
+
+        A thread of gloo that is alive when the interpreter ends takes the process down with it.
+        """
+        self._mesh._pg_registry.clear()
+        gc.collect()  # modules that were sharded refer to themselves, and to the group
+        super().close()
 
     def shards(self, state: Mapping[str, Any], parameters: list[Tensor]) -> dict[str, Any]:
         kept = {
