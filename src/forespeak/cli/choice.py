@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from forespeak.cli.options import SettingOptions
+from forespeak.drafters.naming import Part, check_part, names_of, parts_of
 from forespeak.drafters.shipped import find_drafter, with_shipped
-from forespeak.drafters.table import METHODS, MethodEntry, settings_of_entry
+from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry, settings_of_entry
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.types import SpeculationConfig
 
@@ -19,13 +20,14 @@ DRAFT_MODEL = "draft_model"
 def check_method(method: str) -> tuple[MethodEntry, ...]:
     """The table's entries for a name or a cascade; refuses what is unknown or only planned."""
     entries = []
-    for part in method.split("+"):
-        if part not in METHODS:
-            raise OptionError(unknown_choice("Method", part, available()))
-        entry = METHODS[part]
+    for part in parts_of(method):
+        if part.name not in METHODS:
+            raise OptionError(unknown_choice("Method", part.name, available()))
+        entry = METHODS[part.name]
+        check_part(part, entry)
         if not entry.available:
             raise OptionError(
-                f"Method {part!r} is planned and not in this version; allowed: "
+                f"Method {part.name!r} is planned and not in this version; allowed: "
                 f"{', '.join(available())}. See `forespeak methods`."
             )
         entries.append(entry)
@@ -105,19 +107,33 @@ def lacks_checkpoint(config: SpeculationConfig) -> bool:
 
 def lacks_drafter(config: SpeculationConfig) -> bool:
     """Whether a method that takes any smaller model was given none."""
-    return DRAFT_MODEL in config.method.split("+") and config.drafter is None
+    return DRAFT_MODEL in names_of(config.method) and config.drafter is None
 
 
 def settings_of(method: str) -> set[str]:
-    """Names of the settings that a method or a cascade takes."""
+    """Names of the settings that a method or a cascade takes and does not say itself."""
     entries = check_method(method)
-    names = {name for entry in entries for name in settings_of_entry(entry)}
+    parts = parts_of(method)
+    names = {
+        name
+        for part, entry in zip(parts, entries, strict=True)
+        for name in settings_of_entry(entry) - _said(part, entry)
+    }
     if any(entry.info.trained for entry in entries):
         names.add("drafter")
     if any(entry.builders for entry in entries):
         names.add("rule")
     if any(entry.builders and not entry.info.point_mass for entry in entries):
         names.add("draft_sampling")
-    if any(len(entry.builders) > 1 for entry in entries):
+    if any(len(e.builders) > 1 and not p.builder for p, e in zip(parts, entries, strict=True)):
         names.add("builder")
     return names
+
+
+def _said(part: Part, entry: MethodEntry) -> set[str]:
+    """What a method's own words leave no room for."""
+    said = set() if part.size is None else {part.size_setting(entry)}
+    if part.builder is not None:
+        own = set(BUILDER_SETTINGS[part.builder])
+        said |= {n for b in entry.builders for n in BUILDER_SETTINGS[b]} - own
+    return said

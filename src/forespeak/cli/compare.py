@@ -25,6 +25,7 @@ from forespeak.cli.options import (
     SettingOptions,
     TargetOptions,
 )
+from forespeak.drafters.naming import names_of
 from forespeak.errors import ForespeakError, OptionError
 from forespeak.types import Completion, SamplingParams, SpeculationConfig
 
@@ -136,7 +137,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 def only_for_any_model(config: SpeculationConfig) -> SpeculationConfig:
     """With all methods, --drafter means the model of those that take any."""
-    takes_any = choice.DRAFT_MODEL in config.method.split("+")
+    takes_any = choice.DRAFT_MODEL in names_of(config.method)
     return config if takes_any else replace(config, drafter=None)
 
 

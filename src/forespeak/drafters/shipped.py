@@ -10,6 +10,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from forespeak.drafters.naming import names_of
 from forespeak.drafters.table import METHODS
 from forespeak.errors import OptionError
 from forespeak.types import SpeculationConfig
@@ -44,7 +45,7 @@ def find_drafter(config: SpeculationConfig, folder: Path) -> SpeculationConfig:
     """
     if config.drafter is not None:
         return config
-    entries = [METHODS[name] for name in config.method.split("+") if name in METHODS]
+    entries = [METHODS[name] for name in names_of(config.method) if name in METHODS]
     for entry in entries:
         for name in (entry.name, *entry.reads) if entry.info.trained else ():
             if (folder / name / "config.json").is_file():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from forespeak.drafters.naming import names_of
 from forespeak.drafters.table import METHODS
 from forespeak.engine.settings import DRAFT_SAMPLING, choose_rules, resolve
 from forespeak.errors import OptionError
@@ -77,7 +78,7 @@ def rule_table() -> str:
         _rule(4 + len(names)),
     ]
     for method in methods():
-        builders = METHODS[method.split("+")[-1]].builders or (None,)
+        builders = METHODS[names_of(method)[-1]].builders or (None,)
         for builder in builders if len(builders) > 1 else (None,):
             for sampling in DRAFT_SAMPLING:
                 line = _rule_row(method, builder, builders[0], sampling, names)

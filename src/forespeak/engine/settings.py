@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from forespeak.drafters.naming import Part, check_part, parts_of
 from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry, Setting
 from forespeak.engine.shapes import read_shape
 from forespeak.errors import OptionError, unknown_choice
@@ -63,12 +64,20 @@ def resolve(asked: SpeculationConfig) -> Resolved:
         raise OptionError(
             f"method is {asked.method!r}; allowed: a name such as ngram, or names joined with +."
         )
-    names = asked.method.split("+")
+    parts = parts_of(asked.method)
+    names = [part.name for part in parts]
     entries = [_entry(name) for name in names]
+    for part, entry in zip(parts, entries, strict=True):
+        check_part(part, entry)
     _refuse_impossible_cascade(asked.method, names)
     if asked.draft_sampling not in (None, *DRAFT_SAMPLING):
         raise OptionError(unknown_choice("Draft sampling", asked.draft_sampling, DRAFT_SAMPLING))
-    members = [_member(entry, asked) for entry in entries if entry.builders]
+    members = [
+        _member(entry, _own(part, entry, asked))
+        for part, entry in zip(parts, entries, strict=True)
+        if entry.builders
+    ]
+    _refuse_overruled(asked, parts, members)
     _refuse_without_effect(asked, members, entries)
     sampling = asked.draft_sampling or "greedy"
     shown = members[0].config if len(members) == 1 else asked
@@ -156,6 +165,32 @@ def _refuse_impossible_cascade(method: str, names: list[str]) -> None:
             f"In cascade {method!r} nothing after {never[0]!r} would ever be asked, because "
             f"{never[0]!r} always has a proposal; put look-up first, such as ngram+{never[0]}."
         )
+
+
+def _own(part: Part, entry: MethodEntry, asked: SpeculationConfig) -> SpeculationConfig:
+    """What is asked of one method: its own builder and size go before those for all."""
+    builder = part.builder or asked.builder
+    asked = replace(asked, builder=builder)
+    if part.size is None:
+        return asked
+    if part.size_setting(entry, builder) == "node_budget":
+        return replace(asked, node_budget=part.size)
+    return replace(asked, num_speculative_tokens=part.size)
+
+
+def _refuse_overruled(
+    asked: SpeculationConfig, parts: Sequence[Part], members: Sequence[Member]
+) -> None:
+    """Law 9: what is given for all has an effect on one that does not say its own."""
+    for name in ("builder", "num_speculative_tokens", "node_budget"):
+        value = getattr(asked, name)
+        reached = [getattr(member.config, name) for member in members]
+        said = any(part.builder if name == "builder" else part.size for part in parts)
+        if value is not None and said and any(reached) and value not in reached:
+            raise OptionError(
+                f"{name}={value} has no effect on {asked.method}, which says its own; leave one of "
+                "the two out."
+            )
 
 
 def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
