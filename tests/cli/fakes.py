@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from forespeak.drafters.naming import names_of, parts_of
 from forespeak.errors import ModelError, PromptError
 from forespeak.types import Completion, RoundStats, SamplingParams, SpeculationConfig
 
@@ -27,7 +30,7 @@ class FakeTarget:
     description: str = "Fake 1B, int8 on cpu"
     model: Any = field(
         default_factory=lambda: types.SimpleNamespace(
-            config=types.SimpleNamespace(num_layers=NUM_LAYERS)
+            config=types.SimpleNamespace(num_layers=NUM_LAYERS), device=torch.device("cpu")
         )
     )
     notices: list[str] = field(default_factory=lambda: ["A notice about the machine."])
@@ -64,6 +67,8 @@ class FakeLLM:
         if cut and int(cut) > self.most_layers:
             raise ModelError(f"truncate:{cut} is too many; allowed: 1 to {self.most_layers}.")
         self.target = target
+        size = parts_of(method)[-1].size
+        given["num_speculative_tokens"] = given.get("num_speculative_tokens") or size
         self.speculation = SpeculationConfig(method=method, **given)
         self.builder = "none" if method == "autoregressive" else "chain"
         self.drafter_name = self.speculation.drafter
@@ -93,7 +98,7 @@ class FakeLLM:
         return Completion(ANSWER * len(ids), tuple(ids), "length", self._stats(len(ids)), 0.25)
 
     def _stats(self, num_ids: int) -> RoundStats:
-        a_round = TOKENS_A_ROUND[self.speculation.method.split("+")[-1]]
+        a_round = TOKENS_A_ROUND[names_of(self.speculation.method)[-1]]
         rounds = -(-(num_ids - 1) // a_round)
         return RoundStats(
             num_rounds=rounds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,35 @@ def test_all_has_every_runnable_method_and_the_cascade_with_the_best(forespeak: 
     )
     names = [row["method"] for row in done.record["rows"]]
     assert names == ["autoregressive", "ngram", "draft_model", "ngram+draft_model"]
+
+
+def test_all_may_stand_beside_names_with_sizes(forespeak: Command, file: str):
+    done = forespeak(
+        *("compare", "--prompts", file, "--drafter", "truncate:4", "--limit", "1", "--json"),
+        *("--methods", "all,draft_model:2,ngram+draft_model:1,ngram", "--max-new-tokens", "5"),
+    )
+    names = [row["method"] for row in done.record["rows"]]
+    first = ["autoregressive", "ngram", "draft_model", "ngram+draft_model"]
+    assert names == [*first, "draft_model:2", "ngram+draft_model:1"]
+
+
+def test_a_record_says_how_to_make_it_again(forespeak: Command, file: str, tmp_path: Path):
+    record = tmp_path / "record.json"
+    done = forespeak(
+        *("compare", "--prompts", file, "--methods", "draft_model:2", "--drafter", "truncate:4"),
+        *("--stride", "2", "--seed", "3", "--max-new-tokens", "5", "--record", str(record)),
+    )
+    assert done.code == 0
+    made = json.loads(record.read_text("utf-8"))
+    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    assert made["prompts"] == {
+        "file": "prompts.jsonl", "sha256": digest, "stride": 2, "limit": None, "all_turns": False,
+    }  # fmt: skip
+    assert (made["max_new_tokens"], made["temperature"], made["seed"]) == (5, 0.0, 3)
+    assert made["settings"]["draft_model:2"]["num_speculative_tokens"] == 2
+    assert made["settings"]["draft_model:2"]["drafter"] == "truncate:4"
+    assert "torch" in made["measured"]["versions"] and made["measured"]["machine"]
+    assert str(tmp_path) not in record.read_text("utf-8")
 
 
 def test_all_drafts_with_a_cut_of_the_target_where_no_drafter_was_named(

@@ -10,11 +10,11 @@ import pytest
 
 from forespeak.drafters.table import METHODS
 from forespeak.engine.llm import LLM
-from forespeak.engine.settings import resolve
+from forespeak.engine.settings import resolve, settled
 from forespeak.engine.target import in_memory
 from forespeak.errors import OptionError
 from forespeak.sampling import SamplingParams
-from forespeak.types import SpeculationConfig
+from forespeak.types import DrafterInfo, SpeculationConfig
 from tests.engine.tables import TableModel
 
 
@@ -246,3 +246,16 @@ def test_a_shape_file_is_read_once(tmp_path: Path) -> None:
     plain = LLM(target).generate([1, 2, 3], SamplingParams(max_new_tokens=12))
     assert done.token_ids == plain.token_ids
     assert done.stats.num_drafted > done.stats.num_rounds
+
+
+def test_a_cpu_has_defaults_of_its_own():
+    """A tree of 59 nodes costs a CPU ten forwards; what was asked for stays."""
+    info = DrafterInfo(method="eagle2", expansion="forward", needs_hidden=True)
+    plain = resolve(settings(method="eagle2", drafter="x"))
+    (member,) = settled(plain, [info], cpu=True).members
+    assert (member.config.node_budget, member.config.tree_depth) == (16, 4)
+    (member,) = settled(plain, [info]).members
+    assert (member.config.node_budget, member.config.tree_depth) == (59, 6)
+    given = resolve(settings(method="eagle2", drafter="x", node_budget=32))
+    (member,) = settled(given, [info], cpu=True).members
+    assert (member.config.node_budget, member.config.tree_depth) == (32, 4)

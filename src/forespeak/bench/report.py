@@ -58,7 +58,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
         "exact match: share of texts that are plain decoding's, token for token; none where texts "
         "are drawn. "
         "outside forwards: share of a round in neither drafter nor target: trees, decisions, "
-        "commits. peak MB: the whole process's, up to that method's last answer."
+        "commits."
     ]
     for row in rows:
         for difference in row.first_differences:
@@ -117,5 +117,4 @@ _COLUMNS = (
     _Column("ms a round:\ndraft+verify+other", _milliseconds, essential=False),
     _Column("outside\nforwards", _outside, essential=False),
     _Column("exact\nmatch", lambda row: number(row.exact_match, 3)),
-    _Column("peak\nMB", lambda row: number(row.peak_memory_mb, 0), essential=False),
 )

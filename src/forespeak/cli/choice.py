@@ -12,6 +12,7 @@ from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry, set
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.types import SpeculationConfig
 
+ALL = "all"
 PLAIN = "autoregressive"
 LOOKUP = "ngram"
 DRAFT_MODEL = "draft_model"
@@ -37,6 +38,20 @@ def check_method(method: str) -> tuple[MethodEntry, ...]:
 def available() -> list[str]:
     """Methods of this version, in the table's order."""
     return [name for name, entry in METHODS.items() if entry.available]
+
+
+def split_all(text: str) -> tuple[bool, list[str]]:
+    """Whether ``all`` stands in a list of names, and the others, checked.
+
+    Without ``all`` plain decoding is at the front.
+    """
+    names = [name.strip() for name in text.split(",")]
+    others = [name for name in dict.fromkeys(names) if name not in (ALL, PLAIN, "")]
+    if ALL not in names:
+        return False, split_list(text)
+    for name in others:
+        check_method(name)
+    return True, [name for name in others if name not in available()]
 
 
 def split_list(text: str) -> list[str]:

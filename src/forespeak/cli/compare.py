@@ -12,7 +12,7 @@ from typer import Option
 
 from forespeak.bench import report
 from forespeak.bench.answers import AnswerLog
-from forespeak.bench.compare import Case, Row, Runner, Watcher, decode_speed, num_cases, warm_up
+from forespeak.bench.compare import Case, Row, Runner, Watcher, decode_speeds, num_cases
 from forespeak.bench.compare import compare as run_comparison
 from forespeak.bench.prompts import Prompt
 from forespeak.cli import choice, consoles
@@ -32,7 +32,7 @@ from forespeak.types import Completion, SamplingParams, SpeculationConfig
 if TYPE_CHECKING:
     from forespeak.engine.llm import Target
 
-ALL = "all"
+_TRIED_PROMPTS, _TRIED_TOKENS = 6, 48  # of each candidate for the cascade
 
 
 def compare(
@@ -40,10 +40,12 @@ def compare(
     methods: Annotated[
         str,
         Option(
-            help="Names joined with commas, or all: every method that can run with what is at "
-            "hand, and the cascade of ngram and the best of them. Plain decoding is always in it.",
+            help="Names joined with commas, each with a size or a builder if you like (eagle3:5, "
+            "medusa:static_tree:16, ngram+mtp:1). all is every method that can run with what is at "
+            "hand, and the fastest cascade of ngram and one of them. Plain decoding is always in "
+            "it.",
         ),
-    ] = ALL,
+    ] = choice.ALL,
     drafters: Annotated[
         Path | None,
         Option(
@@ -76,20 +78,22 @@ def compare(
             "leave one out."
         )
     params = sampling_params(sampling, controls)
-    names = choice.available() if methods == ALL else choice.split_list(methods)
-    configs = choice.configure(names, settings)
-    if methods == ALL:
-        configs = [only_for_any_model(config) for config in configs]
-    configs = choice.find_drafters(configs, drafters, target.target)
-    for config in configs:
-        check(config, drafter=methods != ALL)
+    everything, named = choice.split_all(methods)
+    names = choice.available() if everything else []
+    configs = choice.configure([*names, *named], settings)
+    lenient = [only_for_any_model(config) for config in configs[: len(names)]]
+    lenient = choice.find_drafters(lenient, drafters, target.target)
+    strict = choice.find_drafters(configs[len(names) :], drafters, target.target)
+    for config in lenient:
+        check(config, drafter=False)
+    for config in strict:
+        check(config)
     chosen = prompts.read()
     model = open_target(target)
-    if methods == ALL:
-        runners = open_all(model, configs, raw=raw.raw)
-        runners += cascade(model, runners, settings, chosen[0], params, raw=raw.raw)
-    else:
-        runners = [EngineRunner(open_llm(model, config), raw=raw.raw) for config in configs]
+    runners = open_all(model, lenient, raw=raw.raw)
+    if everything:
+        runners += cascade(model, runners, settings, chosen, params, raw=raw.raw)
+    runners += [EngineRunner(open_llm(model, config), raw=raw.raw) for config in strict]
     total = num_cases(chosen, prompts.all_turns) * len(runners)
     with consoles.progress("Comparing", total) as bar:
         log = AnswerLog(chosen, BarWatcher(bar))
@@ -102,8 +106,8 @@ def compare(
             watcher=log,
         )
     if record_ is not None:
-        whole = {**record(rows, model), **log.record(rows), "max_new_tokens": params.max_new_tokens}
-        write_record(record_, whole)
+        whole = {**record(rows, model), **log.record(rows)}
+        write_record(record_, whole | circumstances(runners, model, prompts, params))
     show(rows, model, output)
 
 
@@ -133,6 +137,35 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
         write_json_whole(path, record)
     except OSError as error:
         raise OptionError(f"{path} cannot be written ({error.strerror}).") from None
+
+
+def circumstances(
+    runners: Sequence[EngineRunner], model: Target, prompts: PromptOptions, params: SamplingParams
+) -> dict[str, Any]:
+    """What must be known of a comparison to make it again."""
+    from forespeak.train.provenance import digest_files, provenance
+
+    settings: dict[str, dict[str, Any]] = {}
+    for runner in runners:
+        own = {name: value for name, value in vars(runner.speculation).items() if value is not None}
+        folder = Path(own.pop("drafter", ""))
+        if runner.drafter is not None:
+            own["drafter"] = runner.drafter
+        if runner.drafter is not None and folder.is_dir():
+            own["drafter_sha256"] = digest_files(sorted(folder.glob("*.safetensors")))
+        settings[runner.method] = own
+    return {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "seed": params.seed,
+        "prompts": {
+            "file": prompts.prompts.name if prompts.prompts else None,
+            "sha256": digest_files([prompts.prompts] if prompts.prompts else []),
+            "stride": prompts.stride, "limit": prompts.limit, "all_turns": prompts.all_turns,
+        },
+        "settings": settings,
+        "measured": provenance(model.model.device),
+    }  # fmt: skip
 
 
 def only_for_any_model(config: SpeculationConfig) -> SpeculationConfig:
@@ -189,21 +222,41 @@ def cascade(
     model: Target,
     runners: Sequence[EngineRunner],
     settings: SettingOptions,
-    prompt: Prompt,
+    prompts: Sequence[Prompt],
     params: SamplingParams,
     *,
     raw: bool,
 ) -> list[EngineRunner]:
-    """Prompt lookup before the method that is the fastest on a short answer; empty if none is."""
+    """Prompt lookup before a method, the fastest such pair on a few short answers, if there is one.
+
+    Each method is tried as it is and, where it makes chains, with chains of one token: behind
+    look-up those often pay best, since few rows cost least.
+    """
     drafting = [runner for runner in runners if runner.method not in (choice.PLAIN, choice.LOOKUP)]
     if not drafting:
         return []
-    warm_up(drafting, prompt, params)  # once to allocate, once to measure
-    speeds = [decode_speed(answer) or 0.0 for answer in warm_up(drafting, prompt, params)]
-    best = drafting[speeds.index(max(speeds))]
-    config = choice.fitting_config(f"{choice.LOOKUP}+{best.method}", settings)
-    config = replace(config, drafter=best.speculation.drafter)
-    return [EngineRunner(open_llm(model, config), raw=raw)]
+    asked = [
+        replace(
+            choice.fitting_config(f"{choice.LOOKUP}+{runner.method}{size}", settings),
+            drafter=runner.speculation.drafter,
+        )
+        for runner in drafting
+        for size in (("", ":1") if _may_be_shorter(runner, settings) else ("",))
+    ]
+    with consoles.progress("Choosing a cascade", len(asked)) as bar:
+        tried = []
+        for config in asked:
+            tried.append(EngineRunner(open_llm(model, config), raw=raw))
+            bar.advance(config.method)
+        some = prompts[:: max(1, len(prompts) // _TRIED_PROMPTS)][:_TRIED_PROMPTS]
+        speeds = decode_speeds(tried, some, params, _TRIED_TOKENS)
+    return [tried[speeds.index(max(speeds))]]
+
+
+def _may_be_shorter(runner: EngineRunner, settings: SettingOptions) -> bool:
+    length = runner.speculation.num_speculative_tokens
+    given = settings.num_speculative_tokens is not None
+    return runner.builder == "chain" and not given and (length or 0) > 1
 
 
 def show(rows: list[Row], model: Target, output: OutputOptions) -> None:
@@ -212,6 +265,8 @@ def show(rows: list[Row], model: Target, output: OutputOptions) -> None:
         consoles.write_json(record(rows, model))
         return
     title = f"{model.name}, {model.dtype_name} on {model.device}, {model.threads} threads"
+    if (peak := rows[-1].peak_memory_mb) is not None:
+        title += f", {peak:.0f} MB at most"
     console = consoles.out()
     console.print(report.table(rows, title=title, width=console.width))
     for line in report.notes(rows):

@@ -56,6 +56,7 @@ class MethodEntry:
         settings: those it takes besides its builder's, named as in SpeculationConfig.
         defaults: its settings that are not None when left out, named as in SpeculationConfig. What
             is left None takes as much as the drafter has.
+        on_cpu: defaults that are others on a CPU, where each further row of a forward costs.
         exact: its text is plain decoding's, token for token.
         available: in this version.
         builders: those it takes, the default first; empty for plain decoding.
@@ -72,6 +73,7 @@ class MethodEntry:
     carried: bool = False
     settings: tuple[str, ...] = ()
     defaults: Mapping[str, Setting] = field(default_factory=dict)
+    on_cpu: Mapping[str, Setting] = field(default_factory=dict)
     exact: bool = True
     available: bool = True
     builders: tuple[str, ...] = ()
@@ -177,6 +179,7 @@ EAGLE2 = MethodEntry(
     reads=("eagle3", "eagle"),
     settings=_DTYPE,
     defaults=_PUBLISHED_TREE,
+    on_cpu={"tree_depth": 4, **_TREE},
     builders=("dynamic_tree",),
 )
 EAGLE3 = MethodEntry(

@@ -107,7 +107,8 @@ class LLM:
     def _open_proposer(self, resolved: Resolved) -> Proposing | None:
         size = self.target.model.config.vocab_size
         drafters = [load_drafter(member.config, self.target.parts) for member in resolved.members]
-        self._resolved = settled(resolved, [drafter.info for drafter in drafters])
+        infos = [drafter.info for drafter in drafters]
+        self._resolved = settled(resolved, infos, cpu=self.target.device == "cpu")
         self._members = self._resolved.members
         self.speculation = self._resolved.shown
         members = [

@@ -217,6 +217,15 @@ def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
     return Member(config, builder, entry.info.point_mass, given)
 
 
+def on_cpu(member: Member) -> Member:
+    """Its defaults on a CPU; what the user gave stays, and so does a tree of a given shape."""
+    others = METHODS[member.config.method].on_cpu
+    if member.config.tree_shape is not None:
+        return member
+    free = {name: value for name, value in others.items() if name not in member.asked}
+    return replace(member, config=replace(member.config, **free))  # type: ignore[arg-type]
+
+
 def settle(member: Member, info: DrafterInfo) -> Member:
     """Fill in and check what only the drafter itself can say: how deep it goes.
 
@@ -248,13 +257,14 @@ def settle(member: Member, info: DrafterInfo) -> Member:
     return replace(member, config=replace(member.config, **changes))  # type: ignore[arg-type]
 
 
-def settled(resolved: Resolved, infos: Sequence[DrafterInfo]) -> Resolved:
-    """All members settled with what their drafters say.
+def settled(resolved: Resolved, infos: Sequence[DrafterInfo], *, cpu: bool = False) -> Resolved:
+    """All members settled with what their drafters say, and where they run.
 
     Raises:
         OptionError: see :func:`settle`.
     """
-    members = tuple(settle(m, i) for m, i in zip(resolved.members, infos, strict=True))
+    members = tuple(on_cpu(member) if cpu else member for member in resolved.members)
+    members = tuple(settle(m, i) for m, i in zip(members, infos, strict=True))
     shown = resolved.shown
     if len(members) == 1:
         shown = replace(

@@ -39,6 +39,14 @@ def _public(word: str) -> str:
     return f"{name}{equals}{Path(value).name}" if Path(value).is_absolute() else word
 
 
+def digest_files(files: Sequence[Path]) -> str:
+    """sha256 over the contents of files, in order."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def digest_samples(samples: Sequence[Sample]) -> str:
     """sha256 over the token ids and spans of every sample."""
     digest = hashlib.sha256()

@@ -17,7 +17,11 @@ from forespeak.models.kernels.simd import (
     BLOCK,
     dot_tile_1,
     dot_tile_2,
+    dot_tile_3,
     dot_tile_4,
+    dot_tile_5,
+    dot_tile_6,
+    dot_tile_7,
     dot_tile_8,
     gate_tile,
 )
@@ -94,16 +98,26 @@ def product(
             dot_tile_8(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
                        channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
             t += 8
-        if t + 4 <= rows:
-            dot_tile_4(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
+        if rows - t == 1:
+            dot_tile_1(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
                        channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
-            t += 4
-        if t + 2 <= rows:
+        elif rows - t == 2:
             dot_tile_2(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
                        channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
-            t += 2
-        if t < rows:
-            dot_tile_1(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
+        elif rows - t == 3:
+            dot_tile_3(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
+                       channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
+        elif rows - t == 4:
+            dot_tile_4(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
+                       channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
+        elif rows - t == 5:
+            dot_tile_5(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
+                       channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
+        elif rows - t == 6:
+            dot_tile_6(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
+                       channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
+        elif rows - t == 7:
+            dot_tile_7(portable, weight, w_at, q, t * k, k, start, scale, t * blocks, blocks,
                        channel_scale, c_at, out, t * n + c_at, n, add)  # fmt: skip
 
 

@@ -161,9 +161,14 @@ def _make_dot_tile(num_rows: int) -> Any:
     return dot_tile
 
 
+# Each number of rows reads a tile of weights once: a second pass costs as much as two more rows.
 dot_tile_1 = _make_dot_tile(1)
 dot_tile_2 = _make_dot_tile(2)
+dot_tile_3 = _make_dot_tile(3)
 dot_tile_4 = _make_dot_tile(4)
+dot_tile_5 = _make_dot_tile(5)
+dot_tile_6 = _make_dot_tile(6)
+dot_tile_7 = _make_dot_tile(7)
 dot_tile_8 = _make_dot_tile(8)
 
 
