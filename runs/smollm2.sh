@@ -16,6 +16,8 @@
 #   EXCLUDE  folder of evaluation prompts that must stay out (default ../shared/data/eval); "none"
 #   OUT      working folder: dialogues, features, drafters, stamps (default runs/smollm2). What has a
 #            stamp in OUT/done is not done again; remove it, or name another folder, to change that.
+#   SECOND   minutes of a second pass for each drafter, from its weights of the first, with more draft
+#            words and a smaller rate; into OUT/second (default none; not with LIMIT)
 #   SHIP     folder that finished drafters are copied to, without logs and checkpoints of training,
 #            such as checkpoints/smollm2-135m, where `--method eagle3` finds them
 #   EXTRA    more options of `forespeak train`, such as "--threads 1"
@@ -61,6 +63,10 @@ is_number() { # TEXT: whether it is a number above 0
 
 if [ -n "${LIMIT:-}" ]; then
     is_number "$LIMIT" || refuse "LIMIT is '$LIMIT'; allowed: minutes, a number above 0."
+fi
+is_number "${SECOND:-20}" || refuse "SECOND is '$SECOND'; allowed: a number above 0, or nothing."
+if [ -n "${LIMIT:-}" ] && [ -n "${SECOND:-}" ]; then
+    refuse "LIMIT and SECOND exclude each other: a limit is shared out by the first pass."
 fi
 is_number "${MINUTES:-20}" || refuse "MINUTES is '$MINUTES'; allowed: a number above 0."
 case "$MOST" in "" | 0* | *[!0-9]*) refuse "MOST is '$MOST'; allowed: an integer above 0." ;; esac
@@ -192,10 +198,12 @@ sets_of() {
 
 # ship METHOD: a finished drafter goes to SHIP, in the place of an older one.
 ship() {
+    from="$OUT/second/$1"
+    if [ ! -e "$done/second-$1" ]; then from="$OUT/drafters/$1"; fi
     if [ -z "${SHIP:-}" ]; then return; fi
     rm -rf "$SHIP/.part-$1"
     mkdir -p "$SHIP/.part-$1"
-    for file in "$OUT/drafters/$1"/*; do
+    for file in "$from"/*; do
         case "${file##*/}" in log.*) continue ;; esac
         if [ -f "$file" ]; then cp "$file" "$SHIP/.part-$1/"; fi
     done
@@ -204,28 +212,46 @@ ship() {
     mv "$SHIP/.part-$1" "$SHIP/$1"
 }
 
+# train_one METHOD MINUTES FOLDER OPTIONS...: whether a drafter is in FOLDER at the end.
+train_one() {
+    method="$1" minutes="$2" folder="$3" code=0
+    shift 3
+    echo "== $method, $minutes minutes, to $folder"
+    # shellcheck disable=SC2046,SC2086
+    "$FORESPEAK" train "smollm2/$method" "$@" --out "$folder" --device "$DEVICE" \
+        --time-limit "$minutes" --resume $(sets_of "$method") $EXTRA || code=$?
+    if [ "$code" = 130 ]; then exit 130; fi # stopped by hand
+    [ "$code" = 0 ] && [ -f "$folder/config.json" ]
+}
+
 missing=""
 left=$(echo "$METHODS" | wc -w)
 for method in $METHODS; do
     count=$left
     left=$((left - 1))
-    if [ -e "$done/train-$method" ]; then continue; fi
-    minutes="${MINUTES:-20}"
-    if [ -n "${LIMIT:-}" ]; then
-        # A tenth of a minute of each share goes to the start of the command and to the export.
-        minutes=$(minutes_until 98 | awk -v count="$count" '{ print $1 / count - 0.1 }')
-        if [ "$(echo "$minutes" | awk '{ print ($1 < 0.1) }')" = 1 ]; then
+    if [ ! -e "$done/train-$method" ]; then
+        minutes="${MINUTES:-20}"
+        if [ -n "${LIMIT:-}" ]; then
+            # A tenth of a minute of each share goes to the start of the command and to the export.
+            minutes=$(minutes_until 98 | awk -v count="$count" '{ print $1 / count - 0.1 }')
+            if [ "$(echo "$minutes" | awk '{ print ($1 < 0.1) }')" = 1 ]; then
+                missing="$missing $method"
+                continue
+            fi
+        fi
+        if ! train_one "$method" "$minutes" "$OUT/drafters/$method" "$@"; then
             missing="$missing $method"
             continue
         fi
-    fi
-    echo "== $method, $minutes minutes"
-    # shellcheck disable=SC2046,SC2086
-    if "$FORESPEAK" train "smollm2/$method" "$@" --out "$OUT/drafters/$method" --device "$DEVICE" \
-        --time-limit "$minutes" --resume $(sets_of "$method") $EXTRA &&
-        [ -f "$OUT/drafters/$method/config.json" ]; then
         ship "$method"
         touch "$done/train-$method"
+    fi
+    if [ -z "${SECOND:-}" ] || [ -e "$done/second-$method" ]; then continue; fi
+    if train_one "$method" "$SECOND" "$OUT/second/$method" "$@" \
+        --start-from "$OUT/drafters/$method" --draft-vocab-size 10240 \
+        --set optimizer.learning_rate=2e-3; then
+        touch "$done/second-$method"
+        ship "$method"
     else
         missing="$missing $method"
     fi

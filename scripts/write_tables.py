@@ -28,14 +28,22 @@ def shipped_table(record: dict[str, Any]) -> str:
         "| acceptance rate | same text |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",
     ]
-    return "\n".join([*lines, *(_shipped_line(row) for row in rows)]) + "\n"
+    settings = record["settings"]
+    return "\n".join([*lines, *(_shipped_line(row, settings) for row in rows)]) + "\n"
 
 
-def _shipped_line(row: dict[str, Any]) -> str:
+def _drafts_by(row: dict[str, Any], settings: dict[str, dict[str, Any]]) -> str:
+    """Its builder and size; of a cascade the builders alone, whose sizes its name may say."""
+    own = settings[row["method"]]
+    size = own.get("num_speculative_tokens" if row["builder"] == "chain" else "node_budget")
+    return row["builder"].replace("_", " ") + (f" of {size}" if size else "")
+
+
+def _shipped_line(row: dict[str, Any], settings: dict[str, dict[str, Any]]) -> str:
     low, high = row["speedup_quartiles"] or (1.0, 1.0)
     rate = row["acceptance_rate"]
     return (
-        f"| `{row['method']}` | {row['builder'].replace('_', ' ')} | {row['speedup'] or 1.0:.2f} "
+        f"| `{row['method']}` | {_drafts_by(row, settings)} | {row['speedup'] or 1.0:.2f} "
         f"| {low:.2f} to {high:.2f} | {row['tokens_per_second'] or 0:.0f} "
         f"| {row['acceptance_length']:.2f} | {'' if rate is None else f'{rate:.2f}'} "
         f"| {row['exact_match']:.0%} |"

@@ -15,7 +15,7 @@ METHODS = ["medusa", "mtp_parallel", "mtp", "eagle", "eagle3", "dflash", "dspark
 # Makes what the real one would make, notes its words, and fails where FAIL is among them.
 FAKE = """#!/bin/sh
 echo "$*" >> "$CALLS"
-case " $* " in *" ${FAIL:-no such word} "*) exit 2 ;; esac
+case " $* " in *" ${FAIL:-no such word} "*) exit ${CODE:-2} ;; esac
 out="" last=""
 for word in "$@"; do
     if [ "$last" = --out ]; then out="$word"; fi
@@ -100,6 +100,27 @@ def test_finished_drafters_are_shipped_without_logs(place: Path):
     assert done.returncode == 0, done.stderr
     shipped = sorted(str(path.relative_to(ship)) for path in ship.rglob("*"))
     assert shipped == ["eagle3", "eagle3/config.json", "medusa", "medusa/config.json"]
+
+
+def test_a_second_pass_goes_on_from_the_first_and_is_what_is_shipped(place: Path):
+    ship = place / "ship"
+    done = run(place, SHIP=str(ship), METHODS="medusa eagle3", SECOND="7")
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        [line for line in calls(place) if line.startswith("train smollm2/eagle3 ")]
+    )  # fmt: skip
+    assert "--start-from" not in first and "--time-limit 20 " in first
+    assert f"--start-from {place}/out/drafters/eagle3 --draft-vocab-size 10240" in second
+    assert f"--out {place}/out/second/eagle3" in second and "--time-limit 7 " in second
+    assert (ship / "eagle3" / "config.json").is_file()
+    assert run(place, SHIP=str(ship), METHODS="medusa eagle3", SECOND="7").returncode == 0
+    assert trained(calls(place)) == []
+
+
+def test_what_was_stopped_by_hand_stops_all(place: Path):
+    done = run(place, FAIL="smollm2/mtp", CODE="130", DEVICE="cuda")
+    assert done.returncode == 130
+    assert trained(calls(place)) == ["medusa", "mtp_parallel", "mtp"]
 
 
 def test_a_method_that_fails_is_named_and_tried_again(place: Path):

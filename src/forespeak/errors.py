@@ -60,9 +60,17 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def _is_short_for(given: str, name: str) -> bool:
+    """Whether the last part of a dotted name was given by its initials, as lr is learning_rate."""
+    (section, _, last), (own, _, full) = given.rpartition("."), name.rpartition(".")
+    words = full.split("_")
+    return section == own and len(words) > 1 and last == "".join(word[:1] for word in words)
+
+
 def unknown_choice(what: str, given: str, allowed: Iterable[str]) -> str:
     """One sentence for a name that is not in a list, with the nearest name if one is near."""
     names = sorted(allowed)
-    near = difflib.get_close_matches(given, names, n=1)
+    near = [name for name in names if _is_short_for(given, name)]
+    near = near or difflib.get_close_matches(given, names, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     return f"{what} {given!r} is not known; allowed: {', '.join(names)}.{hint}"

@@ -26,6 +26,13 @@ def test_reads_turns_ids_and_tasks(tmp_path: Path):
     ]
 
 
+def test_names_of_spec_bench_are_read(tmp_path: Path):
+    path = tmp_path / "question.jsonl"
+    path.write_text('{"question_id": 81, "category": "writing", "turns": ["a"]}\n')
+    (prompt,) = read_prompts(path)
+    assert (prompt.id, prompt.task) == ("81", "writing")
+
+
 def test_line_separators_inside_a_string_do_not_end_the_line(tmp_path: Path):
     path = write(tmp_path, {"turns": ["one\u2028two\x85three"]})
     assert read_prompts(path)[0].turns == ("one\u2028two\x85three",)

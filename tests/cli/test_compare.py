@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forespeak.bench.compare import Row
+from forespeak.cli.demo import explanation
 from forespeak.cli.demo import prompts as demo_prompts
 from tests.cli.conftest import Command
 from tests.cli.fakes import ANSWER
@@ -190,9 +193,38 @@ def test_demo_in_a_pipe(forespeak: Command):
         assert prompt.turns[0] in done.out
     assert done.out.count("--- autoregressive") == 4
     assert done.out.count("same text") >= 4
-    assert ANSWER * 4 in done.out
+    # Plain decoding's text once a prompt; the others' only where it is another one.
+    assert done.out.count(ANSWER * 4) == len(demo_prompts())
+    assert "rounds same text" in done.out
     assert "exact" in done.out.split("same text")[-1]
     assert "Every text is plain decoding's, token for token." in done.err
+
+
+def test_demo_shows_another_text(forespeak: Command, llm: Any):
+    llm.differs = 1
+    done = forespeak("demo", "--max-new-tokens", "4")
+    assert done.out.count("OTHER TEXT") == 4
+    assert done.out.count(ANSWER * 4) == 2 * len(demo_prompts())
+
+
+def test_the_demo_says_why_fewer_rounds_are_slower():
+    plain = row("autoregressive", 1.0, 1.0)
+    cheap = replace(row("medusa", 0.9, 1.2), draft_ms=0.5)
+    dear = replace(row("eagle", 0.8, 1.5), draft_ms=5.0)
+    said = explanation([plain, cheap, dear, row("ngram", 1.3, 1.6)], "cpu")
+    assert said is not None and said.startswith("2 methods need fewer rounds")
+    assert said.endswith("--method ngram+medusa:1.")
+    assert explanation([plain, cheap], "cuda") is None
+    assert explanation([plain, row("ngram", 1.3, 1.6)], "cpu") is None
+
+
+def row(method: str, speedup: float, length: float) -> Row:
+    return Row(
+        method=method, builder="chain", drafter=None, num_prompts=1, num_tokens=1,
+        tokens_per_second=1.0, speedup=speedup, speedup_quartiles=None, acceptance_length=length,
+        acceptance_rate=None, draft_ms=1.0, verify_ms=1.0, other_ms=1.0, exact_match=1.0,
+        peak_memory_mb=None,
+    )  # fmt: skip
 
 
 def test_demo_says_when_a_text_differs(forespeak: Command, llm: Any):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from forespeak.train.loop import Stop
 from tests.cli.conftest import Command
 from tests.train.tiny_run import write_data, write_target
 
@@ -60,6 +63,35 @@ def test_features_for_two_recipes(forespeak: Command, root: Path, tmp_path: Path
     assert "Features of" not in done.err
 
 
+def test_a_limit_before_the_first_step_is_no_success(
+    forespeak: Command, root: Path, tmp_path: Path
+):
+    given = ("--target", str(root / "target"), "--data", str(root / "data"), *SHORT)
+    cached = ("--set", "data.features=cache", "--time-limit", "1e-8")
+    done = forespeak("train", "medusa", *given, *cached, "--out", str(tmp_path / "out"))
+    assert done.code == 1
+    assert "the time limit ran out before the first step, so there is no drafter" in done.err
+    more = forespeak(
+        "train", "medusa", *given, "--set", "data.features=cache", "--resume", "--out",
+        str(tmp_path / "out"),
+    )  # fmt: skip
+    assert more.code == 0, more.err
+    assert f"{tmp_path / 'out' / 'features'} keeps 0.00 GB of features for --resume" in more.err
+
+
+def test_a_stopped_run_is_an_interruption(
+    forespeak: Command, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    @contextmanager
+    def stopped() -> Iterator[Stop]:
+        yield Stop(wanted=True)
+
+    monkeypatch.setattr("forespeak.train.loop.stopping_signals", stopped)
+    given = ("--target", str(root / "target"), "--data", str(root / "data"), *SHORT)
+    done = forespeak("train", "medusa", *given, "--out", str(tmp_path / "out"))
+    assert done.code == 130 and "go on with --resume" in done.err
+
+
 def test_show(forespeak: Command):
     shown = forespeak("train", "smollm2/eagle3", "--show", "--set", "seed=7")
     assert shown.code == 0
@@ -75,7 +107,7 @@ def test_show(forespeak: Command):
         (("train", "medusa"), "--data was not given"),
         (("train", "medusa", "--data", "x"), "--out was not given"),
         (("train", "medusa", "--set", "seed"), "KEY=VALUE"),
-        (("train", "medusa", "--set", "optimizer.lr=1"), "optimizer.lr"),
+        (("train", "medusa", "--set", "optimizer.lr=1"), "mean 'optimizer.learning_rate'?"),
         (("train", "medusa", "--data", "x", "--out", "y", "--time-limit", "0"), "above 0"),
         (("train", "medusa", "--data", "x", "--out", "y", "--set", "objective.a=1"), "objective.a"),
         (("features", "medusa", "--out", "y"), "--data was not given"),

@@ -55,7 +55,7 @@ _HEADS = {
     for groups in (1, 2, 3, 4)
 }
 _CONFIGS = _FAMILIES | _HEADS
-# Products go by 8, 4, 2 and 1 rows and small work by threads from 4 rows on.
+# Products go by 8 rows and then all that are left, small work by threads from 4 rows on.
 _ALL_COUNTS = (*range(1, 18), 24, 31, 32, 33, 47, 48, 63, 64)
 _SOME_COUNTS = (1, 2, 3, 5, 8, 15, 64)
 

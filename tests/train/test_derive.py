@@ -9,7 +9,7 @@ from forespeak.train.derive import KINDS, Derived, Source, derive
 
 LONG = " ".join(f"Sentence number {n} says that the answer is near." for n in range(12))
 SOURCES = [
-    Source("What is a near answer?", f"{letter}{LONG}", f"q/{letter}") for letter in "abcdef"
+    Source("What is a near answer?", f"{letter}{LONG}", f"q/{letter}") for letter in "abcdefghijkl"
 ] + [Source("Short?", "No.", "q/short")]
 FOREIGN = [
     Source("Translate", "Dies ist ein kurzer Satz auf Deutsch.\nMore", "translation/3/German"),
@@ -53,7 +53,7 @@ def test_back_translations_are_of_translations_only():
 def test_ids_of_any_form_are_no_translations():
     odd = [Source("a", LONG, "0"), Source("a", LONG, "/"), Source("a", LONG, "translation")]
     assert len(made({"summary": 3}, odd)) == 3
-    with pytest.raises(DataError, match="kind back_translation"):
+    with pytest.raises(DataError, match="back_translation needs answers of 6 words"):
         made({"back_translation": 1}, odd[:2])
 
 
@@ -79,8 +79,28 @@ def test_passages_have_many_lengths_and_an_end():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_to_make_them_of(kind: str):
-    with pytest.raises(DataError, match=f"kind {kind}"):
+    with pytest.raises(DataError, match=f"{kind} needs"):
         made({kind: 1}, SOURCES[-1:])
+
+
+def test_no_prompt_is_there_twice_and_few_answers_give_few():
+    for kind in ("summary", "question", "translation", "rewriting"):
+        texts = [one.text for one in derive(SOURCES, {kind: 1000})]
+        assert len(set(texts)) == len(texts) <= 8 * len(SOURCES)
+
+
+def test_a_kind_without_texts_is_left_out_beside_others():
+    short = [Source("q", "This sentence is of just a few words.", "0")]
+    found = derive(short, {"summary": 5, "translation": 5})
+    assert found and {one.task for one in found} == {"translation"}
+
+
+def test_sentences_end_at_a_mark_before_a_space():
+    text = "The value of pi is 3.14159 for most people. See example.org for more of it! Or is it"
+    found = {one.text for one in derive([Source("q", text, "0")], {"translation": 50})}
+    assert found and all("3.14159 for most people." in one for one in found if "pi" in one)
+    assert any("See example.org for more of it!" in one for one in found)
+    assert not any("Or is it" in one or one.endswith("3.") for one in found)
 
 
 def test_unknown_kinds():

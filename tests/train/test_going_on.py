@@ -191,7 +191,8 @@ def test_a_drafter_calibrated_by_itself(root: Path, tmp_path: Path):
         assert record["calibration"] == json.loads(json.dumps(found))
         card = (asked.out / "README.md").read_text()
         assert card.count("calibration error") == 1 and "recipe" in record
-        assert f"({'greedy' if greedy else 'temperature 1'}, {found['num_blocks']} blocks)" in card
+        how = "greedy" if greedy else "temperature 1"
+        assert f"({how}; fitted to {found['num_blocks']} blocks of data and measured on" in card
     assert seen[-1] == (12, 12)
     before_it = (asked.out / "sts.json").read_bytes()
     damaged = ("{", "{}", "[]", '{"recipe": 3}', json.dumps(record | {"progress": {}}))

@@ -226,7 +226,11 @@ def test_another_run_is_not_taken_up(tmp_path: Path):
     faster = recipe(optimizer={"learning_rate": 0.2})
     refused(tmp_path, "another optimizer.learning_rate", recipe=faster)
     refused(tmp_path, "another seed", recipe=recipe(seed=1))
-    refused(tmp_path, "another data", identity=replace(made.identity, data="other"))
+    refused(
+        tmp_path,
+        "other dialogues than those of --data",
+        identity=replace(made.identity, data="other"),
+    )
     refused(tmp_path, "another target", identity=replace(made.identity, target="other"))
     train(replace(job(tmp_path), recipe=recipe(save={"every": 3, "keep": 1})))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,7 @@ def test_stopped_while_features_are_written(root: Path, tmp_path: Path, monkeypa
     asked = request(root, recipe, out=tmp_path / "out")
     stop = Stop(wanted=True)
     done = run_request(asked, stop=stop)
-    assert done.outcome is None and done.files == []
+    assert done.outcome is None and done.files == [] and done.ending == "signal"
     done = run_request(replace(asked, resume=True))
     assert done.outcome is not None and done.outcome.ending == "complete"
 
@@ -193,6 +194,50 @@ def test_the_time_limit_leaves_a_drafter(root: Path, tmp_path: Path):
     assert done.outcome is not None and done.outcome.ending == "time"
     assert "the time limit came first" in (asked.out / "README.md").read_text()
     assert tensors_of(asked.out)
+
+
+def test_other_data_are_refused_before_features_are_made(root: Path, tmp_path: Path):
+    recipe = tiny_recipe("medusa", data={"features": "cache"})
+    asked = request(root, recipe, out=tmp_path / "out")
+    run_request(asked)
+    shutil.rmtree(asked.out / "features")
+    other = write_data(tmp_path / "other", count=30)
+    changed = replace(asked, data=[other], resume=True)
+    refused(changed, "other dialogues than those of --data", TrainingError)
+    assert not (asked.out / "features").exists()
+
+
+def test_nothing_held_out_is_said(root: Path, tmp_path: Path):
+    notes: list[str] = []
+    recipe = tiny_recipe("dspark", data={"held_out": 0.01}, objective=SETTINGS["dspark"])
+    asked = request(root, recipe, out=tmp_path / "out")
+    done = run_request(asked, Watchers(note=notes.append))
+    assert done.outcome is not None and done.outcome.held_out is None
+    assert any("holds out none of so few texts" in note for note in notes)
+    card = (asked.out / "README.md").read_text()
+    assert "held-out texts" not in card and "forespeak compare" in card
+    assert not (asked.out / "sts.json").exists()
+
+
+def test_a_schedule_that_follows_the_time_is_whole_when_it_is_over(root: Path, tmp_path: Path):
+    import time
+
+    recipe = tiny_recipe("medusa", schedule={"steps": 10**6, "follows": "time"})
+    asked = request(root, recipe, out=tmp_path / "out", time_limit_s=5.0)
+    done = run_request(asked, Watchers(on_step=lambda report: time.sleep(0.2)))
+    assert done.ending == "time" and done.files
+    card = (asked.out / "README.md").read_text()
+    assert "the whole of a schedule that followed the time limit" in card
+    assert "1000000" not in card.split("## Recipe")[0]
+
+
+def test_a_limit_that_features_use_up_gives_no_drafter(root: Path, tmp_path: Path):
+    asked = request(
+        root, tiny_recipe("medusa", data={"features": "cache"}), out=tmp_path / "out",
+        time_limit_s=1e-6,
+    )  # fmt: skip
+    done = run_request(asked)
+    assert (done.ending, done.files) == ("time", [])
 
 
 def refused(asked: Request, match: str, kind: type[Exception] = OptionError) -> None:

@@ -85,5 +85,7 @@ def _prompt(line: str, place: str, default_id: str) -> Prompt:
     for turn in turns:
         if not isinstance(turn, str) or not turn.strip():
             raise PromptError(f"{place} has an empty turn; every turn is a text with some content.")
-    task = record.get("task", "")
-    return Prompt(str(record.get("id", default_id)), str(task), tuple(turns))
+    # The second names are Spec-Bench's and MT-Bench's, whose files are read as they are.
+    name = record.get("id", record.get("question_id", default_id))
+    task = record.get("task", record.get("category", ""))
+    return Prompt(str(name), str(task), tuple(turns))

@@ -198,8 +198,8 @@ def open_all(
             consoles.say(f"{config.method} is left out: {error}")
     if without:
         consoles.say(
-            f"{', '.join(without)} need a drafter each and are left out; name a folder of them "
-            "with --drafters.",
+            f"Left out, because they need a drafter: {', '.join(without)}. Name a folder of "
+            "drafters with --drafters.",
             style="dim",
         )
     return runners

@@ -171,7 +171,7 @@ def pack(
     if output.json:
         consoles.write_json({"path": str(out), "num_bytes": size})
     else:
-        consoles.say(f"{out}: {size / 1e6:.2f} MB. `forespeak data unpack` makes a folder of it.")
+        consoles.say(f"{out}: {size / 1e3:,.0f} kB. `forespeak data unpack` makes a folder of it.")
 
 
 def unpack(
@@ -389,7 +389,7 @@ def _drawn(record: dict[str, Any]) -> Table:
 
 def _words(value: object) -> Iterator[str]:
     if isinstance(value, dict):
-        yield from (f"{name} {inner}" for name, inner in value.items())
+        yield from (f"{n} {'none' if v is None else v}" for n, v in value.items())
     elif isinstance(value, list | tuple):
         yield from (f"{one['name']} {one['sha256'][:12]}".strip() for one in value)
     else:

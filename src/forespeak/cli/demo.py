@@ -52,6 +52,8 @@ def demo(
             watcher=race,
         )
     show(rows, model, output)
+    if (why := explanation(rows, model.device)) is not None:
+        consoles.say(why)
     consoles.say(verdict(rows), style="bold")
 
 
@@ -64,6 +66,25 @@ def verdict(rows: Sequence[Row]) -> str:
         f"{num_others} texts differ from plain decoding's; in float32 and bfloat16 rounding does "
         "that where two words are almost equally likely, in int8 on cpu nothing should."
     )
+
+
+def explanation(rows: Sequence[Row], device: str) -> str | None:
+    """Why methods that need fewer rounds are slower here, where some are."""
+    slower = [
+        row for row in rows if (row.speedup or 1.0) < 1.0 and (row.acceptance_length or 0) > 1
+    ]
+    if device != "cpu" or not slower:
+        return None
+    said = (
+        f"{len(slower)} methods need fewer rounds than plain decoding and are slower all the same: "
+        "to a CPU each further token of a forward costs, and so does the drafter. On a GPU both "
+        "are nearly free, and there the acceptance length is what counts."
+    )
+    chains = [row for row in slower if row.builder == "chain"]
+    if chains:
+        cheapest = min(chains, key=lambda row: row.draft_ms or 0.0)
+        said += f" Here short drafts pay, such as --method ngram+{cheapest.method}:1."
+    return said
 
 
 def prompts() -> list[Prompt]:

@@ -22,7 +22,8 @@ def derive(
         str,
         Option(
             help="How many of which kind: summary, question, translation, rewriting, and "
-            "back_translation (of answers to translations)."
+            "back_translation (of answers to translations).",
+            show_default="summary=300, question=300, translation=200, rewriting=200",
         ),
     ] = "summary=300,question=300,translation=200,rewriting=200",
     seed: Annotated[int, Option(help="Of all draws.")] = 0,
@@ -44,9 +45,10 @@ def derive(
     if out is None:
         raise OptionError("No file was given; name the one to write with --out FILE.")
     wanted = _numbers(kinds)
-    if out.exists() or not out.parent.is_dir():
-        what = "is there already" if out.exists() else "lies in a folder that is not there"
-        raise OptionError(f"{out} {what}; name a new file in a folder that is.")
+    if out.exists():
+        raise OptionError(f"{out} exists already; name a new file with --out, or remove that one.")
+    if not out.parent.is_dir():
+        raise OptionError(f"There is no folder {out.parent}; make it, or name another file.")
     from forespeak.models.loading import load_checkpoint
     from forespeak.train.derive import Source, check_kinds
     from forespeak.train.derive import derive as derived

@@ -55,7 +55,7 @@ def drawn(found: Inspection, checked: str | None) -> Table:
         "method": found.method,
         "layout": found.dialect,
         "path": found.path,
-        "for the target": found.target or "not said in its config",
+        "made for": found.target or "(its config does not say)",
         "weights": f"{found.num_parameters / 1e6:.1f} million, {found.stored_bytes / 1e6:.1f} MB "
         f"in {', '.join(found.dtypes)}",
         **found.facts,

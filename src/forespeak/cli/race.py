@@ -55,7 +55,8 @@ def result(answer: Completion, plain: Completion) -> str:
         speed = f"{own:.0f} tok/s {own / base:.2f}x"
     if answer is plain:
         return speed
-    return f"{speed} {'same text' if answer.token_ids == plain.token_ids else 'OTHER TEXT'}"
+    same = "same text" if answer.token_ids == plain.token_ids else "OTHER TEXT"
+    return f"{speed} {answer.stats.num_rounds} rounds {same}"
 
 
 def question(case: Case) -> str:
@@ -64,25 +65,35 @@ def question(case: Case) -> str:
 
 
 class PlainRace(Race):
-    """Writes every answer as it comes, under its method's name."""
+    """Writes plain decoding's answer as it comes, and of the others how they went.
+
+    Their text is written where it is another one.
+    """
 
     def __init__(self) -> None:
         self._case_id: str | None = None
+        self._is_first = True
 
     def begin(self, case: Case, runner: Runner) -> None:
         """The question once, then the method's name."""
-        if case.id != self._case_id:
+        self._is_first = case.id != self._case_id
+        if self._is_first:
             self._case_id = case.id
-            consoles.write(f"=== {case.id}\n{question(case)}\n")
-        consoles.write(f"\n--- {runner.method}\n")
+            consoles.write(f"\n=== {case.id}\n{question(case)}\n\n--- {runner.method}\n")
 
     def text(self, piece: str) -> None:
         """A piece of the answer."""
-        consoles.write(piece)
+        if self._is_first:
+            consoles.write(piece)
 
     def end(self, case: Case, runner: Runner, answer: Completion, plain: Completion) -> None:
         """How it went."""
-        consoles.write(f"\n[{result(answer, plain)}]\n")
+        if self._is_first:
+            consoles.write(f"\n[{result(answer, plain)}]\n\n")
+            return
+        consoles.write(f"--- {runner.method} [{result(answer, plain)}]\n")
+        if answer.token_ids != plain.token_ids:
+            consoles.write(f"{answer.text}\n")
 
 
 @dataclass

@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from forespeak.cli import consoles
 from forespeak.cli.options import ModelOptions, OutputOptions
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SAY_EVERY_S = 30.0
+_NOTHING_MADE, _INTERRUPTED = 1, 130  # exit codes: no drafter came out; stopped, as shells have it
 _RUN = "Run"
 
 
@@ -147,6 +148,10 @@ def train(
         consoles.write_json(_record(trained, request))
     else:
         consoles.say(_sentence(trained, request))
+    if trained.ending == "signal":
+        raise Exit(_INTERRUPTED)
+    if not trained.files:
+        raise Exit(_NOTHING_MADE)
 
 
 def features(
@@ -187,6 +192,7 @@ def features(
         objective_settings(recipe)
     with stopping_signals() as stop, _watched("features") as watchers, full_disk_said(folder):
         complete = cache_features(read, request, folder, watchers, stop)
+    stopped = stop.wanted and not complete
     problems = check_cache(folder)
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if output.json:
@@ -197,6 +203,8 @@ def features(
     if not output.json:
         state = "complete" if complete else "not complete; the same command goes on"
         consoles.say(f"{folder}: {size / 1e9:.2f} GB of features, {state}.")
+    if stopped:
+        raise Exit(_INTERRUPTED)
 
 
 def _changes(given: Sequence[str] | None) -> dict[str, str]:
@@ -286,7 +294,7 @@ def _record(trained: Trained, request: Request) -> dict[str, object]:
         "num_parameters": trained.num_parameters,
         "files": [str(path) for path in trained.files],
         "picture": None if trained.picture is None else str(trained.picture),
-        "ending": "signal" if trained.outcome is None else trained.outcome.ending,
+        "ending": trained.ending,
     }
     if trained.outcome is not None:
         record |= {
@@ -300,18 +308,42 @@ def _record(trained: Trained, request: Request) -> dict[str, object]:
 def _sentence(trained: Trained, request: Request) -> str:
     outcome = trained.outcome
     if outcome is None or not outcome.progress.step:
-        return f"{request.out}: stopped before the first step; go on with --resume."
+        return f"{request.out}: {_NO_STEP[trained.ending]}"
+    whole = request.recipe.schedule.follows == "time"  # whose end the limit is
     how = {
         "complete": "trained",
-        "time": "the time limit came; go on with --resume",
+        "time": "trained for its time" if whole else "the time limit came; go on with --resume",
         "signal": "stopped; go on with --resume",
     }[outcome.ending]
+    steps = f"{outcome.progress.step} of {outcome.num_steps}"
+    if outcome.ending == "time" and whole:
+        steps = f"{outcome.progress.step}"
     return (
         f"{request.out}: {how}. {trained.num_parameters / 1e6:.2f} million parameters after "
-        f"{outcome.progress.step} of {outcome.num_steps} steps and "
+        f"{steps} steps and "
         f"{outcome.progress.seconds / 60:.1f} minutes{_measured(outcome)}. Try it: forespeak "
         f'generate "Hello" --method {request.recipe.method} --target {request.target} '
-        f"--drafter {request.out}"
+        f"--drafter {request.out}{_left_behind(request)}"
+    )
+
+
+_NO_STEP = {
+    "complete": "there was nothing to do, and so there is no drafter.",
+    "time": "the time limit ran out before the first step, so there is no drafter yet; go on with "
+    "--resume and a longer --time-limit.",
+    "signal": "stopped before the first step; go on with --resume.",
+}
+
+
+def _left_behind(request: Request) -> str:
+    """Of features that only this run has use for."""
+    folder = request.out / "features"
+    if request.features is not None or not folder.is_dir():
+        return ""
+    size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return (
+        f"\n{folder} keeps {size / 1e9:.2f} GB of features for --resume; delete it when the "
+        "drafter is done."
     )
 
 

@@ -90,6 +90,7 @@ def _calibrated(asked: CalibrationRequest, request: Request, watchers: Watchers)
             f"None of the texts of {', '.join(map(str, asked.data))} has an answer long enough to "
             "draft in; give more or longer answers."
         )
+    found["calibration"]["texts"] = ", ".join(folder.name for folder in asked.data)
     write_temperatures(asked.drafter, session.objective.config.temperatures)
     amend_records(asked.drafter, found)
     calibration: dict[str, Any] = found["calibration"]

@@ -101,7 +101,8 @@ def model_card(record: Mapping[str, Any]) -> str:
     lines = [
         f"# {method} drafter for {target}",
         "",
-        f"Proposes tokens that {target} verifies: the text is the target's own, sooner.",
+        f"Proposes tokens that {target} verifies: the text is the target's own, in fewer of its "
+        "forwards.",
         "",
         f"    forespeak generate --target {target} --method {method} --drafter .",
         "",
@@ -112,7 +113,7 @@ def model_card(record: Mapping[str, Any]) -> str:
         f"| target while training | {target} in {record['precision']} |",
         f"| data | {data['trained']} dialogues of {data['folder']}, {data['supervised']} tokens to "
         f"predict; {data['held_out']} more held out |",
-        f"| steps | {progress['step']} of {record['num_steps']} ({_ENDINGS[record['ending']]}) |",
+        f"| steps | {_steps(record)} |",
         f"| tokens seen | {progress['tokens'] / 1e6:.2f} million |",
         f"| time | {progress['seconds'] / 60:.1f} minutes on {record.get('machine', 'unknown')} |",
     ]
@@ -130,22 +131,32 @@ def model_card(record: Mapping[str, Any]) -> str:
     lines += _calibration_lines(record.get("calibration"))
     if progress["skipped"]:
         lines.append(f"| skipped steps | {progress['skipped']}, not finite |")
+    said = "`forespeak compare` measures what decoding gives."
+    if held_out is not None:
+        said = (
+            "The acceptance length under teacher forcing is measured along the held-out texts "
+            f"themselves; {said}"
+        )
+    lines += ["", said, "", "## Recipe", ""]
+    if record.get("start_from") is not None:
+        lines += ["Its sizes are those of the drafter it started from (`config.json`).", ""]
     lines += [
-        "",
-        "The acceptance length under teacher forcing is measured along the held-out texts "
-        "themselves; `forespeak compare` measures what decoding gives.",
-        "",
-        "## Recipe",
-        "",
         "```toml",
         as_toml(recipe_from(record["recipe"], PROVENANCE)).rstrip(),
         "```",
         "",
-        f"Command: `{record.get('command', '')}`",
+        f"Command, of absolute folders the last name only: `{record.get('command', '')}`",
         "",
         f"All of it in {PROVENANCE}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _steps(record: Mapping[str, Any]) -> str:
+    step, ending = record["progress"]["step"], record["ending"]
+    if ending == "time" and record["recipe"]["schedule"]["follows"] == "time":
+        return f"{step}, the whole of a schedule that followed the time limit"
+    return f"{step} of {record['num_steps']} ({_ENDINGS[ending]})"
 
 
 def _damaged(folder: Path, error: Exception) -> CheckpointError:
@@ -177,7 +188,9 @@ def _calibration_lines(found: Mapping[str, Any] | None) -> list[str]:
         return []
     before, after = ([f"{100 * e:.1f}" for e in found[f"ece_{n}"]] for n in ("before", "after"))
     how = "greedy" if found["greedy"] else "temperature 1"
+    texts = found.get("texts", "texts")
     return [
         f"| calibration error of the confidences, depth by depth | before: {', '.join(before)} %; "
-        f"after: {', '.join(after)} % ({how}, {found['num_blocks']} blocks) |"
+        f"after: {', '.join(after)} % ({how}; fitted to {found['num_blocks']} blocks of {texts} "
+        "and measured on the same) |"
     ]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,18 +117,45 @@ def load_checkpoint(
         CheckpointError: the checkpoint is damaged.
     """
     remove_parts(out / "checkpoints")
+    progress = check_same_run(out, recipe, identity)
+    if progress is None:
+        return None
+    folder = list_checkpoints(out)[-1]
+    with _damage_said(folder):
+        return progress, torch.load(folder / "state.pt", map_location=device, weights_only=True)
+
+
+def check_same_run(out: Path, recipe: Recipe, identity: Identity) -> Progress | None:
+    """Whether a run can be taken up, without its weights: before anything costly is done.
+
+    Args:
+        out, recipe, identity: see :func:`load_checkpoint`.
+
+    Returns:
+        How far it is, None when there is no checkpoint yet.
+
+    Raises:
+        TrainingError, CheckpointError: see :func:`load_checkpoint`.
+    """
     found = list_checkpoints(out)
     if not found:
         return None
     folder = found[-1]
     values = read_json_object(folder / "progress.json")
-    try:
+    with _damage_said(folder):
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
         progress = build(Progress, values["progress"])  # type: ignore[arg-type]
         before = build(Identity, values["identity"])  # type: ignore[arg-type]
         kept = recipe_from(values["recipe"], str(folder))  # type: ignore[arg-type]
-        state = torch.load(folder / "state.pt", map_location=device, weights_only=True)
+    _check_same(folder, kept, recipe, before, identity)
+    return progress
+
+
+@contextmanager
+def _damage_said(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (
         OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError,
         pickle.UnpicklingError, OptionError,
@@ -137,8 +165,6 @@ def load_checkpoint(
             f"{folder} is no whole checkpoint of this version ({reason}); delete that folder to go "
             "on from the one before, or start again in another folder."
         ) from None
-    _check_same(folder, kept, recipe, before, identity)
-    return progress, state
 
 
 def _check_same(
@@ -155,13 +181,20 @@ def _check_same(
     for name, then, now in (
         ("target", before.target, identity.target),
         ("precision of the target", before.precision, identity.precision),
-        ("data", before.data, identity.data),
-        ("drafter to start from", before.start, identity.start),
     ):
         if then != now:
             raise TrainingError(
                 f"{folder} is of a run with another {name} ({then}; now {now}); a run goes on with "
                 "the same one only. Start in another folder."
+            )
+    for name, then, now in (
+        ("dialogues than those of --data", before.data, identity.data),
+        ("weights to start from than those of --start-from", before.start, identity.start),
+    ):
+        if then != now:  # of digests, nothing that could be shown helps anybody
+            raise TrainingError(
+                f"{folder} is of a run with other {name}; a run goes on with the same ones only, "
+                "in the same order. Start in another folder."
             )
 
 

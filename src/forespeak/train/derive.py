@@ -54,7 +54,10 @@ _REWRITINGS = (
 )
 _MIN_WORDS, _MAX_WORDS = 60, 400  # of a passage
 _MIN_SENTENCE, _MAX_SENTENCE = 6, 40  # words of a sentence to translate
-_SENTENCE = re.compile(r"[^.!?\n]+[.!?]")
+_MOST_OF_ONE = 8  # prompts of a kind for each text that it can be made of
+_MOST_REPEATS = 100  # draws in a row that gave nothing new, before a kind is taken to be used up
+# Up to a mark with a space or the end behind it: 3.14 and example.org do not end a sentence.
+_SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?=\S)[^.!?\n]*)*[.!?](?=\s|$)")
 
 
 @dataclass(frozen=True)
@@ -94,27 +97,27 @@ def derive(sources: Sequence[Source], kinds: Mapping[str, int], *, seed: int = 0
         seed: of all draws.
 
     Returns:
-        The kinds mixed, so that the first half of them has half of each. Of a kind that needs texts
-        of its own there are as many as these allow.
+        The kinds mixed, so that the first half of them has half of each. No prompt is there twice;
+        of each kind there are as many as the sources allow, of some perhaps none.
 
     Raises:
         OptionError: an unknown kind.
-        DataError: the sources have nothing that a kind could use.
+        DataError: the sources have nothing that any of the kinds could use.
     """
     check_kinds(kinds)
     found: list[Derived] = []
     for kind, count in kinds.items():
-        made = itertools.islice(KINDS[kind](sources, random.Random(f"{seed} {kind}")), count)
-        some = [
+        made = _distinct(KINDS[kind](sources, random.Random(f"{seed} {kind}")))
+        found += [
             Derived(f"{kind}/{number}{name}", kind, text)
-            for number, (name, text) in enumerate(made)
+            for number, (name, text) in enumerate(itertools.islice(made, count))
         ]
-        if not some:
-            raise DataError(
-                f"The dialogues hold nothing to make prompts of kind {kind} of: {_NEEDS[kind]}. "
-                "Give others, or leave the kind out."
-            )
-        found += some
+    if not found:
+        needs = "; ".join(f"{kind} needs {_NEEDS[kind]}" for kind in kinds)
+        raise DataError(
+            f"The dialogues hold nothing to make such prompts of: {needs}. Give longer answers, or "
+            "other kinds with --kinds."
+        )
     random.Random(f"{seed}").shuffle(found)
     return found
 
@@ -130,10 +133,23 @@ def check_kinds(kinds: Iterable[str]) -> None:
             raise OptionError(unknown_choice("Kind of prompts", kind, list(KINDS)))
 
 
+def _distinct(made: Iterator[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Each once; it ends where draws have long given nothing new."""
+    seen: set[str] = set()
+    repeats = 0
+    for name, text in made:
+        repeats = repeats + 1 if text in seen else 0
+        if repeats > _MOST_REPEATS:
+            return
+        if not repeats:
+            seen.add(text)
+            yield name, text
+
+
 def _passages(sources: Sequence[Source], draw: random.Random) -> Iterator[str]:
     """Texts of a drawn length, each of one answer or of several."""
     long = [s.answer.strip() for s in sources if len(s.answer.split()) >= _MIN_WORDS]
-    while long:
+    for _ in range(_MOST_OF_ONE * len(long)):
         wanted = draw.randint(_MIN_WORDS, _MAX_WORDS)
         parts: list[str] = []
         while sum(len(part.split()) for part in parts) < wanted and len(parts) < 8:
@@ -152,7 +168,7 @@ def _about_passages(templates: Sequence[str]) -> Callable[..., Iterator[tuple[st
 def _questions(sources: Sequence[Source], draw: random.Random) -> Iterator[tuple[str, str]]:
     """A question whose own answer is among the passages."""
     long = [s for s in sources if len(s.answer.split()) >= _MIN_WORDS and "\n" not in s.question]
-    while long:
+    for _ in range(_MOST_OF_ONE * len(long)):
         asked = draw.choice(long)
         passages = [asked.answer.strip()]
         passages += [draw.choice(long).answer.strip() for _ in range(draw.randint(0, 4))]
@@ -165,12 +181,12 @@ def _questions(sources: Sequence[Source], draw: random.Random) -> Iterator[tuple
 def _sentences(sources: Sequence[Source]) -> list[str]:
     found = (m.group().strip() for s in sources for m in _SENTENCE.finditer(s.answer))
     sized = (one for one in found if _MIN_SENTENCE <= len(one.split()) <= _MAX_SENTENCE)
-    return list(dict.fromkeys(one for one in sized if one[0].isalpha()))
+    return list(dict.fromkeys(one for one in sized if one[0].isalpha() and not one[0].islower()))
 
 
 def _translations(sources: Sequence[Source], draw: random.Random) -> Iterator[tuple[str, str]]:
     sentences = _sentences(sources)
-    while sentences:
+    for _ in range(_MOST_OF_ONE * len(sentences)):
         language = draw.choice(_LANGUAGES)
         text = draw.choice(_TRANSLATIONS).format(language=language, text=draw.choice(sentences))
         yield f"/{language}", text

@@ -319,8 +319,9 @@ def _check_texts(folder: Path, manifest: dict[str, Any], texts: Sequence[Sequenc
         if not fits:
             raise OptionError(
                 f"{folder} holds features of other texts (from number {done} on, or cut to another "
-                "length); features belong to one data folder and data.max_length. Name another "
-                "folder for the features."
+                "length). It serves the --data folders that it was written for, in that order, "
+                "more of them behind, and one data.max_length. Name another folder for the "
+                "features."
             )
         done += len(lengths)
     return done

@@ -17,12 +17,12 @@ from forespeak.train.atomic import only_writer
 from forespeak.train.batches import Collator, Order, TextSet, select_texts
 from forespeak.train.beginning import digest_start, fresh_start, start_from
 from forespeak.train.card import beginning
-from forespeak.train.checkpoints import Identity
+from forespeak.train.checkpoints import Identity, check_same_run
 from forespeak.train.devices import Devices, open_devices
 from forespeak.train.export import DataFigures, export
 from forespeak.train.feature_cache import CachedFeatures, CachePlan, plan_cache, write_cache
 from forespeak.train.features import FeatureSource, LiveFeatures, Needs
-from forespeak.train.loop import Job, Outcome, Stop, held_out_batches, train
+from forespeak.train.loop import Ending, Job, Outcome, Stop, held_out_batches, train
 from forespeak.train.objective import Objective, make_objective
 from forespeak.train.provenance import digest_samples, provenance
 from forespeak.train.recipe import Recipe
@@ -39,13 +39,15 @@ class Trained:
     """A drafter.
 
     Attributes:
-        outcome: how the run ended.
+        outcome: what training gave, None when the run ended before.
+        ending: why the run ended.
         files: its weights; empty when the run ended before training began.
         num_parameters: of the network.
         picture: the plot of the log, where it was drawn.
     """
 
     outcome: Outcome | None
+    ending: Ending
     files: list[Path]
     num_parameters: int
     picture: Path | None
@@ -117,19 +119,23 @@ def _train(
         f"{recipe.method}: {count / 1e6:.2f} million parameters; {figures.trained} texts with "
         f"{figures.supervised} tokens to predict, {figures.held_out} held out."
     )
+    identity = _identity(request, target, figures)
+    check_same_run(request.out, recipe, identity)  # before features are made for nothing
     source = _source(request, target, data, needs, watchers, devices, _stopper(stop, deadline))
     if source is None:
-        return Trained(None, [], count, None)
-    job = _job(request, target, data, figures, objective, source, devices)
+        return Trained(None, "signal" if stop.wanted else "time", [], count, None)
+    job = _job(request, target, data, identity, objective, source, devices)
     outcome = train(job, deadline=deadline, on_step=watchers.on_step, stop=stop)
     if devices.rank or not outcome.progress.step:
-        return Trained(outcome, [], count, None)
+        return Trained(outcome, outcome.ending, [], count, None)
     measured = objective.calibrate(held_out_batches(job))
+    if measured.get("calibration"):
+        measured["calibration"]["texts"] = "the held-out texts"
     files = export(
         request.out, objective, recipe, target.name, target.model.dtype_name, outcome, figures,
         {**job.provenance, **measured}, target.tokenizer,
     )  # fmt: skip
-    return Trained(outcome, files, count, plot_log(request.out))
+    return Trained(outcome, outcome.ending, files, count, plot_log(request.out))
 
 
 def cache_features(
@@ -194,8 +200,16 @@ def _data(
         samples += read.samples
         refused += read.refused
     for reason, count in refused.items():
-        watchers.note(f"{count} dialogues are left out: {reason}.")
+        watchers.note(
+            f"Left out, of {len(samples) + refused.total()} dialogues: {count} ({reason})."
+        )
     data = select_texts(samples, request.recipe.data, request.recipe.seed)
+    if request.recipe.data.held_out and not data.held_out:
+        watchers.note(
+            f"data.held_out of {request.recipe.data.held_out:g} holds out none of so few texts, so "
+            "nothing is measured on texts that are not trained on (and DSpark's confidences are "
+            "not calibrated); raise it with --set data.held_out=0.2, or give more dialogues."
+        )
     supervised = sum(end - begin for n in data.trained for begin, end in data.spans[n])
     figures = DataFigures(
         ", ".join(folder.name for folder in request.data), len(data.trained), len(data.held_out),
@@ -270,11 +284,16 @@ def _stopper(stop: Stop, deadline: float | None) -> Callable[[], bool]:
     return lambda: stop.wanted or (deadline is not None and time.monotonic() > deadline)
 
 
+def _identity(request: Request, target: TrainingTarget, figures: DataFigures) -> Identity:
+    start = digest_start(request.start_from, request.draft_vocab_size)
+    return Identity(target.name, target.model.dtype_name, figures.digest, start)
+
+
 def _job(
     request: Request,
     target: TrainingTarget,
     data: TextSet,
-    figures: DataFigures,
+    identity: Identity,
     objective: Objective,
     source: FeatureSource,
     devices: Devices,
@@ -287,11 +306,10 @@ def _job(
         aside = Order(data.held_out, lengths, replace(recipe.batch, micro_batches=1), recipe.seed)
         steps = min(aside.num_steps(1), _HELD_OUT_BATCHES)
         held_out = [aside.step(step)[0] for step in range(steps)]
-    start = digest_start(request.start_from, request.draft_vocab_size)
     origin = {} if request.start_from is None else {"start_from": beginning(request.start_from)}
     return Job(
         recipe=recipe, objective=objective, order=order,
         collator=Collator(data, source, target.device), held_out=held_out, out=request.out,
-        identity=Identity(target.name, target.model.dtype_name, figures.digest, start),
+        identity=identity,
         provenance=provenance(target.device) | origin, device=target.device, devices=devices,
     )  # fmt: skip
