@@ -44,7 +44,17 @@ def test_methods_json(forespeak: Command):
     assert [record["name"] for record in records] == NAMES
     for record in records:
         assert list(record) == [
-            *("name", "available", "summary", "paper", "needs", "builders", "defaults", "exact")
+            *(
+                "name",
+                "available",
+                "summary",
+                "paper",
+                "needs",
+                "builders",
+                "defaults",
+                "defaults_on_cpu",
+                "exact",
+            )
         ]
 
 

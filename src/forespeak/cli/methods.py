@@ -9,7 +9,7 @@ from rich.text import Text
 
 from forespeak.cli import consoles
 from forespeak.cli.options import OutputOptions
-from forespeak.drafters.table import METHODS, MethodEntry
+from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry
 
 
 def methods(*, output: OutputOptions) -> None:
@@ -19,7 +19,8 @@ def methods(*, output: OutputOptions) -> None:
         return
     consoles.out().print(drawn())
     consoles.say(
-        "Join methods with + for a cascade: the first that has a proposal drafts. "
+        "Join methods with + for a cascade: the first that has a proposal drafts. A size may stand "
+        "behind each, such as ngram+eagle3:2, and a builder before it: medusa:static_tree:32. "
         "Exact: the text is plain decoding's, token for token.",
         style="dim",
     )
@@ -35,6 +36,7 @@ def record(entry: MethodEntry) -> dict[str, Any]:
         "needs": entry.needs,
         "builders": list(entry.builders),
         "defaults": dict(entry.defaults),
+        "defaults_on_cpu": dict(entry.on_cpu),
         "exact": entry.exact,
     }
 
@@ -53,11 +55,24 @@ def drawn() -> Table:
             entry.summary,
             entry.needs,
             "\n".join(entry.builders) or "none",
-            "\n".join(f"{key} {value}" for key, value in entry.defaults.items()) or "none",
+            _defaults(entry),
             "yes" if entry.exact else "no",
         )
         table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
+
+
+def _defaults(entry: MethodEntry) -> str:
+    """Values, and which sizes the drafter decides."""
+    lines = [f"{key} {value}" for key, value in entry.defaults.items()]
+    if entry.builders:
+        sizes = BUILDER_SETTINGS[entry.builders[0]]
+        depths = [name for name in ("num_speculative_tokens", "tree_depth") if name in sizes]
+        lines += [f"{name}: as the drafter has" for name in depths if name not in entry.defaults]
+    if entry.on_cpu:
+        shown = ", ".join(f"{key} {value}" for key, value in entry.on_cpu.items())
+        lines.append(f"on a CPU: {shown}")
+    return "\n".join(lines) or "none"
 
 
 def markdown() -> str:
