@@ -218,19 +218,15 @@ def warm_up(runners: Sequence[Runner], prompt: Prompt, params: SamplingParams) -
     return [_run(runner, case, short, None) for runner in runners]
 
 
-def decode_speeds(
-    runners: Sequence[Runner], prompts: Sequence[Prompt], params: SamplingParams, num_tokens: int
-) -> list[float]:
-    """Tokens a second of decoding of each runner over answers of so many tokens, interleaved."""
-    warm_up(runners, prompts[0], params)
+def quick_speed(
+    runner: Runner, prompts: Sequence[Prompt], params: SamplingParams, num_tokens: int
+) -> float:
+    """Tokens a second of decoding over one answer of so many tokens to each prompt."""
+    warm_up([runner], prompts[0], params)
     short = replace(params, max_new_tokens=min(params.max_new_tokens, num_tokens))
-    tokens, seconds = [0] * len(runners), [0.0] * len(runners)
-    for prompt in prompts:
-        for place, runner in enumerate(runners):
-            stats = _run(runner, Case(prompt.id, prompt.turns[0]), short, None).stats
-            tokens[place] += stats.num_tokens
-            seconds[place] += stats.decode_s
-    return [n / s if s > 0 else 0.0 for n, s in zip(tokens, seconds, strict=True)]
+    done = [_run(runner, Case(p.id, p.turns[0]), short, None).stats for p in prompts]
+    seconds = sum(stats.decode_s for stats in done)
+    return sum(stats.num_tokens for stats in done) / seconds if seconds > 0 else 0.0
 
 
 def _cases(prompt: Prompt, all_turns: bool) -> Iterator[tuple[Case, Callable[[str], None]]]:

@@ -12,7 +12,7 @@ from typer import Option
 
 from forespeak.bench import report
 from forespeak.bench.answers import AnswerLog
-from forespeak.bench.compare import Case, Row, Runner, Watcher, decode_speeds, num_cases
+from forespeak.bench.compare import Case, Row, Runner, Watcher, num_cases, quick_speed
 from forespeak.bench.compare import compare as run_comparison
 from forespeak.bench.prompts import Prompt
 from forespeak.cli import choice, consoles
@@ -243,14 +243,17 @@ def cascade(
         for runner in drafting
         for size in (("", ":1") if _may_be_shorter(runner, settings) else ("",))
     ]
+    some = prompts[:: max(1, len(prompts) // _TRIED_PROMPTS)][:_TRIED_PROMPTS]
+    best: EngineRunner | None = None
+    fastest = -1.0
     with consoles.progress("Choosing a cascade", len(asked)) as bar:
-        tried = []
-        for config in asked:
-            tried.append(EngineRunner(open_llm(model, config), raw=raw))
+        for config in asked:  # one after the other, so that one drafter more lies in memory
+            tried = EngineRunner(open_llm(model, config), raw=raw)
+            speed = quick_speed(tried, some, params, _TRIED_TOKENS)
+            if speed > fastest:
+                best, fastest = tried, speed
             bar.advance(config.method)
-        some = prompts[:: max(1, len(prompts) // _TRIED_PROMPTS)][:_TRIED_PROMPTS]
-        speeds = decode_speeds(tried, some, params, _TRIED_TOKENS)
-    return [tried[speeds.index(max(speeds))]]
+    return [best] if best is not None else []
 
 
 def _may_be_shorter(runner: EngineRunner, settings: SettingOptions) -> bool:

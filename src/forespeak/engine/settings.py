@@ -219,10 +219,11 @@ def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
 
 def on_cpu(member: Member) -> Member:
     """Its defaults on a CPU; what the user gave stays, and so does a tree of a given shape."""
-    others = METHODS[member.config.method].on_cpu
+    entry = METHODS[member.config.method]
     if member.config.tree_shape is not None:
         return member
-    free = {name: value for name, value in others.items() if name not in member.asked}
+    takes = set(_settings_of(entry, member.builder)) - member.asked
+    free = {name: value for name, value in entry.on_cpu.items() if name in takes}
     return replace(member, config=replace(member.config, **free))  # type: ignore[arg-type]
 
 
