@@ -28,13 +28,13 @@ def shipped_table(record: dict[str, Any]) -> str:
         "| acceptance rate | same text |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",
     ]
-    settings = record["settings"]
+    settings = record.get("settings", {})
     return "\n".join([*lines, *(_shipped_line(row, settings) for row in rows)]) + "\n"
 
 
 def _drafts_by(row: dict[str, Any], settings: dict[str, dict[str, Any]]) -> str:
     """Its builder and size; of a cascade the builders alone, whose sizes its name may say."""
-    own = settings[row["method"]]
+    own = settings.get(row["method"], {})
     size = own.get("num_speculative_tokens" if row["builder"] == "chain" else "node_budget")
     return row["builder"].replace("_", " ") + (f" of {size}" if size else "")
 

@@ -246,7 +246,8 @@ class SpeculationConfig:
     """Which method drafts and how much. None means the method's own default (``methods``).
 
     Attributes:
-        method: a name or several joined with ``+`` (a cascade: the first that has a proposal).
+        method: a name or several joined with ``+`` (a cascade: the first that has a proposal), each
+            as NAME, NAME:SIZE, NAME:BUILDER or NAME:BUILDER:SIZE (see ``drafters.naming``).
         drafter: path, name or ``truncate:N`` of the drafter's model, where the method takes one.
         builder: ``chain``, ``static_tree``, ``dynamic_tree`` or ``ddtree``.
         num_speculative_tokens: draft tokens of a chain, bonus not counted.

@@ -195,7 +195,7 @@ def test_demo_in_a_pipe(forespeak: Command):
     assert done.out.count("same text") >= 4
     # Plain decoding's text once a prompt; the others' only where it is another one.
     assert done.out.count(ANSWER * 4) == len(demo_prompts())
-    assert "rounds same text" in done.out
+    assert "same text, " in done.out and " rounds]" in done.out
     assert "exact" in done.out.split("same text")[-1]
     assert "Every text is plain decoding's, token for token." in done.err
 

@@ -237,7 +237,7 @@ def test_prompts_of_answers(run: Run, tmp_path: Path, prompts: Path, target: str
     assert done.code == 0, done.err
     given = ("derive", folder, "--target", target, "--out", out)
     done = run(*given, "--kinds", "summary=2,translation=1")
-    assert done.code == 2 and "hold nothing to make prompts of kind" in done.err
+    assert done.code == 2 and "hold nothing to make such prompts of: summary needs" in done.err
     assert not out.exists()
     for kinds in ("summary", "summary=x", "summary=0", "summary=1,"):
         done = run(*given, "--kinds", kinds)

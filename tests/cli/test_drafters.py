@@ -71,7 +71,10 @@ def test_seed_and_settings(forespeak: Command, target: str, tmp_path: Path):
             "num_heads='two' is not a whole",
         ),
         (["init", "medusa", "--out", "FULL"], "is there already and not empty"),
-        (["inspect", "no/such/one"], "There is no model 'no/such/one'"),
+        (
+            ["inspect", "no/such/one"],
+            "There is no drafter 'no/such/one'; allowed: a folder with config.json or a Hub id",
+        ),
         (["inspect", "FULL"], "has no config.json"),
     ],
 )

@@ -30,7 +30,7 @@ def test_the_table_has_every_name_in_order():
 def test_defaults_are_settings_that_the_command_line_has():
     flags = set(vars(SettingOptions()))
     for entry in METHODS.values():
-        assert set(entry.defaults) <= flags, entry.name
+        assert set(entry.defaults) | set(entry.on_cpu) <= flags, entry.name
 
 
 def test_what_this_version_has():

@@ -25,7 +25,21 @@ def test_what_is_read(written: str, parts: list[Part]):
     assert names_of(written) == [part.name for part in parts]
 
 
-@pytest.mark.parametrize("written", ["a:", "a::3", "a:0", "a:chain:x", "a:1:2", "a:b:1:2"])
+@pytest.mark.parametrize(
+    "written",
+    [
+        "a:",
+        "a::3",
+        "a:0",
+        "a:chain:x",
+        "a:1:2",
+        "a:b:1:2",
+        "a:-5",
+        "a:5x",
+        "a:5.0",
+        "a:" + 5000 * "9",
+    ],
+)
 def test_what_cannot_be_read(written: str):
     with pytest.raises(OptionError, match=r"cannot be read; allowed: NAME, NAME:SIZE"):
         parts_of(written)
@@ -65,7 +79,10 @@ def test_each_of_a_cascade_has_its_own():
         ("eagle3:5", {"num_speculative_tokens": 4}, "num_speculative_tokens=4 has no effect"),
         ("eagle2:30", {"node_budget": 31}, "node_budget=31 has no effect"),
         ("eagle3:chain", {"builder": "dynamic_tree"}, "builder=dynamic_tree has no effect"),
-        ("eagle3:ddtree", {}, "has no builder 'ddtree'; allowed behind its name: chain"),
+        ("eagle3:ddtree", {}, "Builder of eagle3 'ddtree' is not known; allowed: chain"),
+        ("eagle3:dynamic-tree", {}, "Did you mean 'dynamic_tree'"),
+        ("ngram+eagle3:dynamic_tree", {"builder": "chain"}, "builder=chain has no effect"),
+        ("ngram:7+eagle3:1", {"num_speculative_tokens": 7}, "num_speculative_tokens=7 has no"),
         ("autoregressive:3", {}, "drafts nothing"),
         ("ngram+ngram:2", {}, "names a method twice"),
         ("eagle3:9999", {}, "allowed: whole numbers from 1 to 256"),

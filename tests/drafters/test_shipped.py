@@ -25,6 +25,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("method", "found"),
     [
         ("eagle3", "eagle3"),
+        ("eagle3:5", "eagle3"),
+        ("ngram+medusa:static_tree:8", "medusa"),
         ("eagle2", "eagle3"),  # reads its weights
         ("ddtree", "dflash"),
         ("medusa", "medusa"),

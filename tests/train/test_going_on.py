@@ -81,7 +81,7 @@ def test_a_killed_run_resumes_from_its_own_start_only(root: Path, tmp_path: Path
     cut = replace(whole, out=tmp_path / "cut", resume=True)
     with pytest.raises(KilledHere):
         run_request(cut, Watchers(on_step=Steps(kill_at=13)))
-    with pytest.raises(TrainingError, match="another drafter to start from"):
+    with pytest.raises(TrainingError, match="began from another drafter"):
         run_request(replace(cut, start_from=whole.out))
     run_request(cut)
     one, two = read_drafter(whole.out).tensors(), read_drafter(cut.out).tensors()
@@ -246,7 +246,7 @@ def test_a_vocabulary_that_grows(root: Path, tmp_path: Path, method):
         if grew and "markov_w2" in name:
             rest = [place for place in range(20) if place not in places.tolist()]
             assert float(after[name][rest].abs().max()) < 1e-9  # the rate is not quite zero
-    with pytest.raises(TrainingError, match="another drafter to start from"):
+    with pytest.raises(TrainingError, match="began from another drafter"):
         run_request(replace(second, draft_vocab_size=22, resume=True))
     for size in (12, 10**6):
         with pytest.raises(OptionError, match="allowed: above 12"):

@@ -8,7 +8,7 @@ from pathlib import Path
 from forespeak.cli.options import SettingOptions
 from forespeak.drafters.naming import Part, check_part, names_of, parts_of
 from forespeak.drafters.shipped import find_drafter, with_shipped
-from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry, settings_of_entry
+from forespeak.drafters.table import METHODS, MethodEntry, settings_under
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.types import SpeculationConfig
 
@@ -41,17 +41,17 @@ def available() -> list[str]:
 
 
 def split_all(text: str) -> tuple[bool, list[str]]:
-    """Whether ``all`` stands in a list of names, and the others, checked.
+    """Whether ``all`` stands in a list of names, and those beside it, checked.
 
     Without ``all`` plain decoding is at the front.
     """
     names = [name.strip() for name in text.split(",")]
-    others = [name for name in dict.fromkeys(names) if name not in (ALL, PLAIN, "")]
     if ALL not in names:
         return False, split_list(text)
+    others = [name for name in dict.fromkeys(names) if name not in (ALL, PLAIN, "")]
     for name in others:
         check_method(name)
-    return True, [name for name in others if name not in available()]
+    return True, others
 
 
 def split_list(text: str) -> list[str]:
@@ -73,7 +73,7 @@ def configure(methods: Sequence[str], settings: SettingOptions) -> list[Speculat
     Raises:
         OptionError: a setting that none of the methods takes.
     """
-    takes = [settings_of(method) for method in methods]
+    takes = [settings_of(method, settings.builder) for method in methods]
     for name in settings.given():
         if not any(name in taken for taken in takes):
             flag = "--" + name.replace("_", "-")
@@ -86,7 +86,7 @@ def configure(methods: Sequence[str], settings: SettingOptions) -> list[Speculat
 
 def fitting_config(method: str, settings: SettingOptions) -> SpeculationConfig:
     """A method's configuration with those of the settings that it takes."""
-    taken = settings_of(method)
+    taken = settings_of(method, settings.builder)
     given = {name: value for name, value in vars(settings).items() if name in taken}
     return SettingOptions(**given).config(method)
 
@@ -125,14 +125,19 @@ def lacks_drafter(config: SpeculationConfig) -> bool:
     return DRAFT_MODEL in names_of(config.method) and config.drafter is None
 
 
-def settings_of(method: str) -> set[str]:
-    """Names of the settings that a method or a cascade takes and does not say itself."""
+def settings_of(method: str, builder: str | None = None) -> set[str]:
+    """Names of the settings that a method or a cascade takes and does not say itself.
+
+    Args:
+        method: as it was written.
+        builder: asked for of all methods that take it.
+    """
     entries = check_method(method)
     parts = parts_of(method)
     names = {
         name
         for part, entry in zip(parts, entries, strict=True)
-        for name in settings_of_entry(entry) - _said(part, entry)
+        for name in _taken(part, entry, builder)
     }
     if any(entry.info.trained for entry in entries):
         names.add("drafter")
@@ -145,10 +150,10 @@ def settings_of(method: str) -> set[str]:
     return names
 
 
-def _said(part: Part, entry: MethodEntry) -> set[str]:
-    """What a method's own words leave no room for."""
-    said = set() if part.size is None else {part.size_setting(entry)}
-    if part.builder is not None:
-        own = set(BUILDER_SETTINGS[part.builder])
-        said |= {n for b in entry.builders for n in BUILDER_SETTINGS[b]} - own
-    return said
+def _taken(part: Part, entry: MethodEntry, builder: str | None) -> set[str]:
+    """Sizes and switches of one method under the builder that it will have."""
+    if not entry.builders:
+        return set()
+    asked = builder if builder in entry.builders else entry.builders[0]
+    names = set(settings_under(entry, part.builder or asked))
+    return names if part.size is None else names - {part.size_setting(entry, asked)}

@@ -80,20 +80,22 @@ def compare(
     params = sampling_params(sampling, controls)
     everything, named = choice.split_all(methods)
     names = choice.available() if everything else []
-    configs = choice.configure([*names, *named], settings)
-    lenient = [only_for_any_model(config) for config in configs[: len(names)]]
-    lenient = choice.find_drafters(lenient, drafters, target.target)
-    strict = choice.find_drafters(configs[len(names) :], drafters, target.target)
-    for config in lenient:
-        check(config, drafter=False)
-    for config in strict:
-        check(config)
+    further = [name for name in named if name not in names]
+    configs = choice.configure([*names, *further], settings)
+    if everything:
+        configs = [only_for_any_model(config) for config in configs]
+    configs = choice.find_drafters(configs, drafters, target.target)
+    for config in configs:
+        check(config, drafter=config.method in named)
+    lenient, strict = configs[: len(names)], configs[len(names) :]
     chosen = prompts.read()
     model = open_target(target)
     runners = open_all(model, lenient, raw=raw.raw)
     if everything:
-        runners += cascade(model, runners, settings, chosen, params, raw=raw.raw)
+        found = cascade(model, runners, settings, chosen, params, raw=raw.raw)
+        runners += [runner for runner in found if runner.method not in named]
     runners += [EngineRunner(open_llm(model, config), raw=raw.raw) for config in strict]
+    made = circumstances(runners, model, prompts, params) if record_ is not None else {}
     total = num_cases(chosen, prompts.all_turns) * len(runners)
     with consoles.progress("Comparing", total) as bar:
         log = AnswerLog(chosen, BarWatcher(bar))
@@ -107,7 +109,7 @@ def compare(
         )
     if record_ is not None:
         whole = {**record(rows, model), **log.record(rows)}
-        write_record(record_, whole | circumstances(runners, model, prompts, params))
+        write_record(record_, whole | made)
     show(rows, model, output)
 
 
@@ -148,24 +150,36 @@ def circumstances(
     settings: dict[str, dict[str, Any]] = {}
     for runner in runners:
         own = {name: value for name, value in vars(runner.speculation).items() if value is not None}
-        folder = Path(own.pop("drafter", ""))
+        files = weight_files(own.pop("drafter", None))
         if runner.drafter is not None:
             own["drafter"] = runner.drafter
-        if runner.drafter is not None and folder.is_dir():
-            own["drafter_sha256"] = digest_files(sorted(folder.glob("*.safetensors")))
+        if files:
+            own["drafter_sha256"] = digest_files(files)
+        if "tree_shape" in own:
+            own["tree_shape"] = Path(own["tree_shape"]).name
         settings[runner.method] = own
+    file = prompts.prompts if prompts.prompts and prompts.prompts.is_file() else None
     return {
         "max_new_tokens": params.max_new_tokens,
         "temperature": params.temperature,
         "seed": params.seed,
         "prompts": {
             "file": prompts.prompts.name if prompts.prompts else None,
-            "sha256": digest_files([prompts.prompts] if prompts.prompts else []),
+            "sha256": digest_files([file]) if file else None,
             "stride": prompts.stride, "limit": prompts.limit, "all_turns": prompts.all_turns,
         },
         "settings": settings,
-        "measured": provenance(model.model.device),
+        "measured": provenance(model.model.device, threads=model.threads),
     }  # fmt: skip
+
+
+def weight_files(drafter: str | None) -> list[Path]:
+    """Of a drafter on this machine, in order; none of what lies elsewhere."""
+    if drafter is None:
+        return []
+    path = Path(drafter)
+    kinds = ("*.safetensors", "*.bin", "*.pt")
+    return [path] if path.is_file() else sorted(file for kind in kinds for file in path.glob(kind))
 
 
 def only_for_any_model(config: SpeculationConfig) -> SpeculationConfig:
@@ -230,7 +244,7 @@ def cascade(
     """Prompt lookup before a method, the fastest such pair on a few short answers, if there is one.
 
     Each method is tried as it is and, where it makes chains, with chains of one token: behind
-    look-up those often pay best, since few rows cost least.
+    look-up those often pay best, since few rows cost least. An untrained stand-in drafts one only.
     """
     drafting = [runner for runner in runners if runner.method not in (choice.PLAIN, choice.LOOKUP)]
     if not drafting:
@@ -241,8 +255,9 @@ def cascade(
             drafter=runner.speculation.drafter,
         )
         for runner in drafting
-        for size in (("", ":1") if _may_be_shorter(runner, settings) else ("",))
+        for size in _sizes(runner, settings)
     ]
+    consoles.say(f"Trying {len(asked)} cascades on a few prompts.", style="dim")
     some = prompts[:: max(1, len(prompts) // _TRIED_PROMPTS)][:_TRIED_PROMPTS]
     best: EngineRunner | None = None
     fastest = -1.0
@@ -256,10 +271,14 @@ def cascade(
     return [best] if best is not None else []
 
 
-def _may_be_shorter(runner: EngineRunner, settings: SettingOptions) -> bool:
-    length = runner.speculation.num_speculative_tokens
-    given = settings.num_speculative_tokens is not None
-    return runner.builder == "chain" and not given and (length or 0) > 1
+def _sizes(runner: EngineRunner, settings: SettingOptions) -> tuple[str, ...]:
+    """What may stand behind a method's name when it is tried in a cascade."""
+    if runner.builder != "chain" or settings.num_speculative_tokens is not None:
+        return ("",)
+    stand_in = settings.drafter is None and runner.method == choice.DRAFT_MODEL
+    if stand_in or runner.speculation.num_speculative_tokens == 1:
+        return (":1",)
+    return ("", ":1")
 
 
 def show(rows: list[Row], model: Target, output: OutputOptions) -> None:

@@ -75,12 +75,14 @@ def explanation(rows: Sequence[Row], device: str) -> str | None:
     ]
     if device != "cpu" or not slower:
         return None
+    who = "One method needs" if len(slower) == 1 else f"{len(slower)} methods need"
     said = (
-        f"{len(slower)} methods need fewer rounds than plain decoding and are slower all the same: "
+        f"{who} fewer rounds than plain decoding and more time all the same: "
         "to a CPU each further token of a forward costs, and so does the drafter. On a GPU both "
         "are nearly free, and there the acceptance length is what counts."
     )
-    chains = [row for row in slower if row.builder == "chain"]
+    trained = [row for row in slower if row.drafter and not row.drafter.startswith("truncate:")]
+    chains = [row for row in trained if row.builder == "chain"]
     if chains:
         cheapest = min(chains, key=lambda row: row.draft_ms or 0.0)
         said += f" Here short drafts pay, such as --method ngram+{cheapest.method}:1."

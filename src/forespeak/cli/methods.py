@@ -19,8 +19,8 @@ def methods(*, output: OutputOptions) -> None:
         return
     consoles.out().print(drawn())
     consoles.say(
-        "Join methods with + for a cascade: the first that has a proposal drafts. A size may stand "
-        "behind each, such as ngram+eagle3:2, and a builder before it: medusa:static_tree:32. "
+        "Join methods with + for a cascade: the first that has a proposal drafts. Each may be "
+        "NAME:SIZE, NAME:BUILDER or NAME:BUILDER:SIZE, such as ngram+eagle3:2. "
         "Exact: the text is plain decoding's, token for token.",
         style="dim",
     )

@@ -229,7 +229,8 @@ class MethodOptions:
     method: Annotated[
         str,
         Option(
-            help="A name of `forespeak methods`, or several joined with + (a cascade).",
+            help="A name of `forespeak methods`, or several joined with + (a cascade), each with a "
+            "size or a builder if you like: eagle3:5, medusa:static_tree:32, ngram+mtp:1.",
             rich_help_panel=_METHOD,
         ),
     ] = SpeculationConfig.method

@@ -56,7 +56,7 @@ def result(answer: Completion, plain: Completion) -> str:
     if answer is plain:
         return speed
     same = "same text" if answer.token_ids == plain.token_ids else "OTHER TEXT"
-    return f"{speed} {answer.stats.num_rounds} rounds {same}"
+    return f"{speed} {same}"
 
 
 def question(case: Case) -> str:
@@ -91,7 +91,8 @@ class PlainRace(Race):
         if self._is_first:
             consoles.write(f"\n[{result(answer, plain)}]\n\n")
             return
-        consoles.write(f"--- {runner.method} [{result(answer, plain)}]\n")
+        rounds = f"{answer.stats.num_rounds} rounds"
+        consoles.write(f"--- {runner.method} [{result(answer, plain)}, {rounds}]\n")
         if answer.token_ids != plain.token_ids:
             consoles.write(f"{answer.text}\n")
 

@@ -150,7 +150,7 @@ def train(
         consoles.say(_sentence(trained, request))
     if trained.ending == "signal":
         raise Exit(_INTERRUPTED)
-    if not trained.files:
+    if trained.outcome is None or not trained.outcome.progress.step:
         raise Exit(_NOTHING_MADE)
 
 

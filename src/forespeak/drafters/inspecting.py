@@ -59,7 +59,9 @@ def inspect_drafter(name: str, target: str | None = None) -> Inspection:
         ModelError: there is no such drafter or target.
         CheckpointError: it is no drafter of a known layout, or damaged.
     """
-    checkpoint = read_drafter(resolve(name, "drafter").path)
+    checkpoint = read_drafter(
+        resolve(name, "drafter", "a folder with config.json or a Hub id").path
+    )
     sizes_of_target = None if target is None else target_config(target)
     if sizes_of_target is not None:
         checkpoint = replace(checkpoint, target_vocab_size=sizes_of_target.vocab_size)

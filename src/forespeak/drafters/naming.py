@@ -6,10 +6,13 @@ look-up and, where it finds nothing, a chain of 1.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from forespeak.drafters.table import MethodEntry
-from forespeak.errors import OptionError
+from forespeak.errors import OptionError, shown, unknown_choice
+
+_BUILDER, _SIZE = re.compile(r"[A-Za-z_-]+[0-9]*"), re.compile(r"[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True)
@@ -61,20 +64,16 @@ def check_part(part: Part, entry: MethodEntry) -> None:
             f"{part.name} drafts nothing, so nothing may stand behind its name; write {part.name}."
         )
     if part.builder is not None and part.builder not in entry.builders:
-        raise OptionError(
-            f"Method {part.name} has no builder {part.builder!r}; allowed behind its name: "
-            f"{', '.join(entry.builders)} and a size, such as {part.name}:{entry.builders[0]}:4."
-        )
+        raise OptionError(unknown_choice(f"Builder of {part.name}", part.builder, entry.builders))
 
 
 def _part(text: str) -> Part:
     name, *rest = text.split(":")
-    builder = rest.pop(0) if rest and not rest[0].isdigit() else None
-    size = rest.pop(0) if rest else None
-    good = size is None or (size.isascii() and size.isdigit() and int(size) > 0)
-    if rest or not good or builder == "":
+    builder = rest.pop(0) if rest and _BUILDER.fullmatch(rest[0]) else None
+    size = rest.pop(0) if rest and _SIZE.fullmatch(rest[0]) else None
+    if rest:
         raise OptionError(
-            f"Method {text!r} cannot be read; allowed: NAME, NAME:SIZE, NAME:BUILDER or "
-            "NAME:BUILDER:SIZE, such as eagle3:5 or medusa:static_tree:32, joined with +."
+            f"Method {shown(text, 60)} cannot be read; allowed: NAME, NAME:SIZE, NAME:BUILDER "
+            "or NAME:BUILDER:SIZE, such as eagle3:5 or medusa:static_tree:32, joined with +."
         )
     return Part(name, builder, None if size is None else int(size))

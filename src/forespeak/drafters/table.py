@@ -35,6 +35,7 @@ BUILDER_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "ddtree": ("node_budget", "tree_depth"),
 }
 """Settings of each builder, named as in SpeculationConfig."""
+_CHAIN_ONLY = ("confidence_threshold",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +80,10 @@ class MethodEntry:
     builders: tuple[str, ...] = ()
 
 
-def settings_of_entry(entry: MethodEntry) -> set[str]:
-    """Sizes and switches that a method takes under any of its builders."""
-    names = {name for builder in entry.builders for name in BUILDER_SETTINGS[builder]}
-    return names | set(entry.settings)
+def settings_under(entry: MethodEntry, builder: str) -> tuple[str, ...]:
+    """Sizes and switches that a method takes under one of its builders."""
+    own = (name for name in entry.settings if name not in _CHAIN_ONLY or builder == "chain")
+    return (*BUILDER_SETTINGS[builder], *own)
 
 
 _CHECKPOINT = "a checkpoint trained for the target"

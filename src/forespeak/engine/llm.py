@@ -36,7 +36,7 @@ class LLM:
 
     Args:
         target: a loaded target, or the name of one (see ``load_target``).
-        method: how to draft; names joined with ``+`` make a cascade.
+        method: how to draft; names joined with ``+`` make a cascade, ``eagle3:5`` says a size.
         drafter, builder, num_speculative_tokens, node_budget, tree_depth, tree_top_k, tree_shape,
             confidence_threshold, recursion_state, draft_dtype, lookup_min, lookup_max,
             draft_sampling, rule: see :class:`SpeculationConfig`; None takes the method's default,

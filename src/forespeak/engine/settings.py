@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from forespeak.drafters.naming import Part, check_part, parts_of
-from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry, Setting
+from forespeak.drafters.table import BUILDER_SETTINGS, METHODS, MethodEntry, Setting, settings_under
 from forespeak.engine.shapes import read_shape
 from forespeak.errors import OptionError, unknown_choice
 from forespeak.spec.tree import CandidateTree
 from forespeak.spec.verify import Draft, Rule, Shape, select_rule
 from forespeak.types import DrafterInfo, SpeculationConfig
 
-_CHAIN_ONLY = ("confidence_threshold",)
 _DRAWN_BUILDERS = ("chain", "static_tree")  # the others choose their nodes by the laws
 _SHAPED = ("node_budget", "tree_depth", "tree_top_k")  # what a given tree shape decides
 RECURSION_STATES = ("normed", "raw")
@@ -181,16 +180,26 @@ def _own(part: Part, entry: MethodEntry, asked: SpeculationConfig) -> Speculatio
 def _refuse_overruled(
     asked: SpeculationConfig, parts: Sequence[Part], members: Sequence[Member]
 ) -> None:
-    """Law 9: what is given for all has an effect on one that does not say its own."""
+    """What is given for all must reach one that does not say its own, or be what they say."""
     for name in ("builder", "num_speculative_tokens", "node_budget"):
         value = getattr(asked, name)
-        reached = [getattr(member.config, name) for member in members]
-        said = any(part.builder if name == "builder" else part.size for part in parts)
-        if value is not None and said and any(reached) and value not in reached:
+        takers = [
+            (part.builder if name == "builder" else part.size, getattr(member.config, name))
+            for part, member in zip(parts, members, strict=False)  # plain decoding has no member
+            if name in _own_settings(member)
+        ]
+        said = [of_member for own, of_member in takers if own is not None]
+        if value is not None and len(said) == len(takers) and any(one != value for one in said):
             raise OptionError(
                 f"{name}={value} has no effect on {asked.method}, which says its own; leave one of "
                 "the two out."
             )
+
+
+def _own_settings(member: Member) -> set[str]:
+    entry = METHODS[member.config.method]
+    names = set(settings_under(entry, member.builder))
+    return names | {"builder"} if len(entry.builders) > 1 else names
 
 
 def _member(entry: MethodEntry, asked: SpeculationConfig) -> Member:
@@ -279,9 +288,8 @@ _DEPTHS = ("num_speculative_tokens", "tree_depth")
 
 
 def _settings_of(entry: MethodEntry, builder: str) -> tuple[str, ...]:
-    names = BUILDER_SETTINGS[builder]
-    extra = [name for name in entry.settings if name not in _CHAIN_ONLY or builder == "chain"]
-    return (*names, *extra, "drafter") if entry.info.trained else (*names, *extra)
+    names = settings_under(entry, builder)
+    return (*names, "drafter") if entry.info.trained else names
 
 
 def _check_shape(values: dict[str, Setting | None], asked: SpeculationConfig) -> None:

@@ -63,12 +63,12 @@ def models_home() -> Path:
     return Path(given).expanduser() if given else Path.home() / ".cache" / "forespeak"
 
 
-def resolve(name: str, what: str = "model") -> Source:
+def resolve(name: str, what: str = "model", allowed: str = ALLOWED) -> Source:
     """Find a model by the name a user gives, and fetch it if it is not here yet.
 
     Args:
         name: see :data:`ALLOWED`.
-        what: it is, for the message.
+        what, allowed: what it is and may be, for the message.
 
     Raises:
         ModelError: nothing of that name, or it cannot be fetched.
@@ -84,7 +84,7 @@ def resolve(name: str, what: str = "model") -> Source:
         return Source("gguf", path, name)
     if _looks_like_hub_id(name):
         return Source("folder", fetch_from_hub(name), name)
-    raise ModelError(f"There is no {what} {name!r}; allowed: {ALLOWED}. Check the spelling.")
+    raise ModelError(f"There is no {what} {name!r}; allowed: {allowed}. Check the spelling.")
 
 
 def _exists(path: Path) -> bool:

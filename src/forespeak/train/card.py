@@ -139,13 +139,17 @@ def model_card(record: Mapping[str, Any]) -> str:
         )
     lines += ["", said, "", "## Recipe", ""]
     if record.get("start_from") is not None:
-        lines += ["Its sizes are those of the drafter it started from (`config.json`).", ""]
+        lines += [
+            "Its sizes are in `config.json`: those of the drafter it started from, with more words "
+            "where `--draft-vocab-size` was given.",
+            "",
+        ]
     lines += [
         "```toml",
         as_toml(recipe_from(record["recipe"], PROVENANCE)).rstrip(),
         "```",
         "",
-        f"Command, of absolute folders the last name only: `{record.get('command', '')}`",
+        f"Command (absolute paths cut to their last name): `{record.get('command', '')}`",
         "",
         f"All of it in {PROVENANCE}.",
     ]

@@ -187,15 +187,18 @@ def _check_same(
                 f"{folder} is of a run with another {name} ({then}; now {now}); a run goes on with "
                 "the same one only. Start in another folder."
             )
-    for name, then, now in (
-        ("dialogues than those of --data", before.data, identity.data),
-        ("weights to start from than those of --start-from", before.start, identity.start),
-    ):
-        if then != now:  # of digests, nothing that could be shown helps anybody
-            raise TrainingError(
-                f"{folder} is of a run with other {name}; a run goes on with the same ones only, "
-                "in the same order. Start in another folder."
-            )
+    # Of digests, nothing that could be shown would help.
+    if before.data != identity.data:
+        raise TrainingError(
+            f"{folder} is of a run with other dialogues than those of --data; give the same folders, "
+            "unchanged and in the same order, or start in another folder."
+        )
+    if before.start != identity.start:
+        raise TrainingError(
+            f"{folder} is of a run that began from another drafter or with another size of its "
+            "vocabulary; give the same --start-from and --draft-vocab-size (or none, if there was "
+            "none), or start in another folder."
+        )
 
 
 def _folder(out: Path, step: int) -> Path:

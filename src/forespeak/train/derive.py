@@ -57,7 +57,8 @@ _MIN_SENTENCE, _MAX_SENTENCE = 6, 40  # words of a sentence to translate
 _MOST_OF_ONE = 8  # prompts of a kind for each text that it can be made of
 _MOST_REPEATS = 100  # draws in a row that gave nothing new, before a kind is taken to be used up
 # Up to a mark with a space or the end behind it: 3.14 and example.org do not end a sentence.
-_SENTENCE = re.compile(r"[^.!?\n]+(?:[.!?](?=\S)[^.!?\n]*)*[.!?](?=\s|$)")
+_END = r"[.!?][\"')\]*\u201d\u2019]*(?=\s|$)"
+_SENTENCE = re.compile(rf"(?:(?!{_END})[^\n])+{_END}")
 
 
 @dataclass(frozen=True)
@@ -216,9 +217,9 @@ KINDS: Mapping[str, Callable[..., Iterator[tuple[str, str]]]] = {
 """(sources, draw) -> what is added to the id, and the prompt."""
 
 _NEEDS = {
-    "summary": f"answers of {_MIN_WORDS} words",
-    "rewriting": f"answers of {_MIN_WORDS} words",
-    "question": f"questions of one line with answers of {_MIN_WORDS} words",
+    "summary": f"answers of {_MIN_WORDS} words or more",
+    "rewriting": f"answers of {_MIN_WORDS} words or more",
+    "question": f"questions of one line with answers of {_MIN_WORDS} words or more",
     "translation": f"sentences of {_MIN_SENTENCE} to {_MAX_SENTENCE} words",
     "back_translation": f"answers of {_MIN_SENTENCE} words or more to prompts of kind translation",
 }

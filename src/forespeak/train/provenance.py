@@ -22,13 +22,18 @@ from forespeak.train.dialogues import Sample
 _PACKAGES = ("forespeak", "torch", "transformers", "numpy", "numba", "accelerate")
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
-    """What is known of this process."""
+def provenance(device: torch.device, threads: int | None = None) -> dict[str, Any]:
+    """What is known of this process.
+
+    Args:
+        device: where it computes.
+        threads: of a CPU; None for PyTorch's, which are not those of the int8 kernels.
+    """
     return {
         "command": shlex.join(["forespeak", *map(_public, sys.argv[1:])]),
         "commit": _commit(),
         "versions": {"python": platform.python_version()} | _versions(),
-        "machine": _machine(device),
+        "machine": _machine(device, threads),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -95,7 +100,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _machine(device: torch.device) -> str:
+def _machine(device: torch.device, threads: int | None) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {threads or torch.get_num_threads()} threads"

@@ -119,11 +119,14 @@ def _train(
         f"{recipe.method}: {count / 1e6:.2f} million parameters; {figures.trained} texts with "
         f"{figures.supervised} tokens to predict, {figures.held_out} held out."
     )
+    if not data.held_out:
+        watchers.note(_nothing_held_out(recipe, objective))
     identity = _identity(request, target, figures)
     check_same_run(request.out, recipe, identity)  # before features are made for nothing
     source = _source(request, target, data, needs, watchers, devices, _stopper(stop, deadline))
     if source is None:
-        return Trained(None, "signal" if stop.wanted else "time", [], count, None)
+        stopped = devices.add_numbers([float(stop.wanted)])[0]
+        return Trained(None, "signal" if stopped else "time", [], count, None)
     job = _job(request, target, data, identity, objective, source, devices)
     outcome = train(job, deadline=deadline, on_step=watchers.on_step, stop=stop)
     if devices.rank or not outcome.progress.step:
@@ -204,12 +207,6 @@ def _data(
             f"Left out, of {len(samples) + refused.total()} dialogues: {count} ({reason})."
         )
     data = select_texts(samples, request.recipe.data, request.recipe.seed)
-    if request.recipe.data.held_out and not data.held_out:
-        watchers.note(
-            f"data.held_out of {request.recipe.data.held_out:g} holds out none of so few texts, so "
-            "nothing is measured on texts that are not trained on (and DSpark's confidences are "
-            "not calibrated); raise it with --set data.held_out=0.2, or give more dialogues."
-        )
     supervised = sum(end - begin for n in data.trained for begin, end in data.spans[n])
     figures = DataFigures(
         ", ".join(folder.name for folder in request.data), len(data.trained), len(data.held_out),
@@ -282,6 +279,16 @@ def _fill_cache(
 
 def _stopper(stop: Stop, deadline: float | None) -> Callable[[], bool]:
     return lambda: stop.wanted or (deadline is not None and time.monotonic() > deadline)
+
+
+def _nothing_held_out(recipe: Recipe, objective: Objective) -> str:
+    lost = "nothing is measured on texts that are not trained on"
+    if getattr(objective.config, "confidence_head", False):
+        lost += ", and the confidences are not calibrated (`forespeak calibrate` does it later)"
+    return (
+        f"data.held_out is {recipe.data.held_out:g} and holds out no text, so {lost}. Raise it, such "
+        "as by --set data.held_out=0.2, or give more dialogues."
+    )
 
 
 def _identity(request: Request, target: TrainingTarget, figures: DataFigures) -> Identity:

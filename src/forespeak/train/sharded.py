@@ -85,7 +85,7 @@ class Sharded(SeveralProcesses):
 
         A thread of gloo that is alive when the interpreter ends takes the process down with it.
         """
-        self._mesh._pg_registry.clear()
+        getattr(self._mesh, "_pg_registry", {}).clear()
         gc.collect()  # modules that were sharded refer to themselves, and to the group
         super().close()
 
