@@ -170,11 +170,8 @@ def _own(part: Part, entry: MethodEntry, asked: SpeculationConfig) -> Speculatio
     """What is asked of one method: its own builder and size go before those for all."""
     builder = part.builder or asked.builder
     asked = replace(asked, builder=builder)
-    if part.size is None:
-        return asked
-    if part.size_setting(entry, builder) == "node_budget":
-        return replace(asked, node_budget=part.size)
-    return replace(asked, num_speculative_tokens=part.size)
+    size = {} if part.size is None else {part.size_setting(entry, builder): part.size}
+    return replace(asked, **size)  # type: ignore[arg-type]
 
 
 def _refuse_overruled(

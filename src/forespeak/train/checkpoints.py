@@ -190,8 +190,8 @@ def _check_same(
     # Of digests, nothing that could be shown would help.
     if before.data != identity.data:
         raise TrainingError(
-            f"{folder} is of a run with other dialogues than those of --data; give the same folders, "
-            "unchanged and in the same order, or start in another folder."
+            f"{folder} is of a run with other dialogues than those of --data; give the same "
+            "folders, unchanged and in the same order, or start in another folder."
         )
     if before.start != identity.start:
         raise TrainingError(

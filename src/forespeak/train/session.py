@@ -286,8 +286,8 @@ def _nothing_held_out(recipe: Recipe, objective: Objective) -> str:
     if getattr(objective.config, "confidence_head", False):
         lost += ", and the confidences are not calibrated (`forespeak calibrate` does it later)"
     return (
-        f"data.held_out is {recipe.data.held_out:g} and holds out no text, so {lost}. Raise it, such "
-        "as by --set data.held_out=0.2, or give more dialogues."
+        f"data.held_out is {recipe.data.held_out:g} and holds out no text, so {lost}. Raise it, "
+        "such as by --set data.held_out=0.2, or give more dialogues."
     )
 
 
