@@ -54,11 +54,13 @@ class FakeLLM:
 
     ``differs`` makes ``draft_model`` give another token at that position. ``interrupt_after``
     raises KeyboardInterrupt after so many pieces, once. ``most_layers`` limits ``truncate:N``.
+    ``draft_s_a_token`` is what drafting a token costs.
     """
 
     differs: int | None = None
     interrupt_after: int | None = None
     most_layers = NUM_LAYERS - 1
+    draft_s_a_token = 0.0005
 
     def __init__(
         self, target: Any = "smollm2-135m", *, method: str = "autoregressive", **given: Any
@@ -68,7 +70,8 @@ class FakeLLM:
             raise ModelError(f"truncate:{cut} is too many; allowed: 1 to {self.most_layers}.")
         self.target = target
         size = parts_of(method)[-1].size
-        given["num_speculative_tokens"] = given.get("num_speculative_tokens") or size
+        if method != "autoregressive":
+            given["num_speculative_tokens"] = given.get("num_speculative_tokens") or size or 4
         self.speculation = SpeculationConfig(method=method, **given)
         self.builder = "none" if method == "autoregressive" else "chain"
         self.drafter_name = self.speculation.drafter
@@ -98,7 +101,8 @@ class FakeLLM:
         return Completion(ANSWER * len(ids), tuple(ids), "length", self._stats(len(ids)), 0.25)
 
     def _stats(self, num_ids: int) -> RoundStats:
-        a_round = TOKENS_A_ROUND[names_of(self.speculation.method)[-1]]
+        drafted = self.speculation.num_speculative_tokens or 0
+        a_round = min(TOKENS_A_ROUND[names_of(self.speculation.method)[-1]], drafted + 1)
         rounds = -(-(num_ids - 1) // a_round)
         return RoundStats(
             num_rounds=rounds,
@@ -106,7 +110,7 @@ class FakeLLM:
             num_drafted=0 if a_round == 1 else 4 * rounds,
             num_accepted=num_ids - 1 - rounds,
             verify_s=0.010 * rounds,
-            draft_s=0.002 * rounds,
+            draft_s=(self.draft_s_a_token * drafted if drafted else 0.002) * rounds,
         )
 
     def stream(self, prompt: Any, params: Any = None, *, raw: bool = False) -> Iterator[str]:

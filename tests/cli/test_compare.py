@@ -69,6 +69,17 @@ def test_all_has_every_runnable_method_and_the_cascade_with_the_best(forespeak: 
     assert names == ["autoregressive", "ngram", "draft_model", "ngram+draft_model"]
 
 
+def test_the_fastest_cascade_is_taken(forespeak: Command, llm: Any, file: str):
+    given = ("compare", "--prompts", file, "--drafter", "truncate:4", "--max-new-tokens", "9")
+    for cost, expected in ((0.0005, "ngram+draft_model"), (0.02, "ngram+draft_model:1")):
+        llm.draft_s_a_token = cost
+        names = [row["method"] for row in forespeak(*given, "--json").record["rows"]]
+        assert names == ["autoregressive", "ngram", "draft_model", expected]
+    # Where that is named as well, it is there once.
+    more = forespeak(*given, "--methods", "all,ngram+draft_model:1", "--json").record["rows"]
+    assert [row["method"] for row in more] == names
+
+
 def test_all_may_stand_beside_names_with_sizes(forespeak: Command, file: str):
     done = forespeak(
         *("compare", "--prompts", file, "--drafter", "truncate:4", "--limit", "1", "--json"),
@@ -104,7 +115,7 @@ def test_all_drafts_with_a_cut_of_the_target_where_no_drafter_was_named(
     done = forespeak("compare", "--prompts", file, "--limit", "1", "--json")
     drafters = {row["method"]: row["drafter"] for row in done.record["rows"]}
     assert drafters["ngram"] is None
-    assert drafters["draft_model"] == drafters["ngram+draft_model"] == "truncate:9"
+    assert drafters["draft_model"] == drafters["ngram+draft_model:1"] == "truncate:9"
 
 
 def test_all_leaves_out_a_drafter_that_nobody_named_and_that_does_not_fit(

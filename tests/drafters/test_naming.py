@@ -64,6 +64,12 @@ def test_a_size_is_a_chains_length_or_a_trees_nodes():
     assert (other.builder, other.config.node_budget) == ("dynamic_tree", 20)
 
 
+def test_a_builder_for_all_is_not_the_builder_of_a_part_that_has_one_only():
+    lookup, drafter = resolve(asked("ngram:5+eagle3:20", builder="dynamic_tree")).members
+    assert lookup.config.num_speculative_tokens == 5
+    assert drafter.config.node_budget == 20
+
+
 def test_each_of_a_cascade_has_its_own():
     lookup, drafter = resolve(asked("ngram:5+eagle3:1")).members
     assert lookup.config.num_speculative_tokens == 5

@@ -31,7 +31,8 @@ class Part:
 
     def size_setting(self, entry: MethodEntry, builder: str | None = None) -> str:
         """The setting that its size stands for, under the builder it asks for or this one."""
-        chosen = self.builder or builder or entry.builders[0]
+        asked = builder if builder in entry.builders else entry.builders[0]
+        chosen = self.builder or asked
         return "num_speculative_tokens" if chosen == "chain" else "node_budget"
 
 
