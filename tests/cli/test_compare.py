@@ -83,7 +83,7 @@ def test_the_fastest_cascade_is_taken(forespeak: Command, llm: Any, file: str):
 def test_all_may_stand_beside_names_with_sizes(forespeak: Command, file: str):
     done = forespeak(
         *("compare", "--prompts", file, "--drafter", "truncate:4", "--limit", "1", "--json"),
-        *("--methods", "all,draft_model:2,ngram+draft_model:1,ngram", "--max-new-tokens", "5"),
+        *("--methods", "all,draft_model:2,ngram+draft_model:1,ngram", "--max-new-tokens", "9"),
     )
     names = [row["method"] for row in done.record["rows"]]
     first = ["autoregressive", "ngram", "draft_model", "ngram+draft_model"]
@@ -226,13 +226,17 @@ def test_the_demo_says_why_fewer_rounds_are_slower():
     assert said is not None and said.startswith("2 methods need fewer rounds")
     assert said.endswith("--method ngram+medusa:1.")
     assert explanation([plain, cheap], "cuda") is None
+    slow_lookup = explanation([plain, row("ngram", 0.9, 1.2)], "cpu")
+    assert slow_lookup is not None and slow_lookup.startswith("One method needs")
+    assert "--method" not in slow_lookup
     assert explanation([plain, row("ngram", 1.3, 1.6)], "cpu") is None
 
 
 def row(method: str, speedup: float, length: float) -> Row:
     return Row(
-        method=method, builder="chain", drafter=None, num_prompts=1, num_tokens=1,
-        tokens_per_second=1.0, speedup=speedup, speedup_quartiles=None, acceptance_length=length,
+        method=method, builder="chain", drafter=None if method == "ngram" else "x",
+        num_prompts=1, num_tokens=1, tokens_per_second=1.0, speedup=speedup, speedup_quartiles=None,
+        acceptance_length=length,
         acceptance_rate=None, draft_ms=1.0, verify_ms=1.0, other_ms=1.0, exact_match=1.0,
         peak_memory_mb=None,
     )  # fmt: skip

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from forespeak.drafters.table import MethodEntry
 from forespeak.errors import OptionError, shown, unknown_choice
 
-_BUILDER, _SIZE = re.compile(r"[A-Za-z_-]+[0-9]*"), re.compile(r"[1-9][0-9]{0,8}")
+_BUILDER, _SIZE = re.compile(r"[A-Za-z][A-Za-z_-]*"), re.compile(r"[1-9][0-9]{0,8}")
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def check_same_run(out: Path, recipe: Recipe, identity: Identity) -> Progress | 
     with _damage_said(folder):
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
-        progress = build(Progress, values["progress"])  # type: ignore[arg-type]
+        progress: Progress = build(Progress, values["progress"])  # type: ignore[arg-type]
         before = build(Identity, values["identity"])  # type: ignore[arg-type]
         kept = recipe_from(values["recipe"], str(folder))  # type: ignore[arg-type]
     _check_same(folder, kept, recipe, before, identity)
