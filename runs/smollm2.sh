@@ -64,6 +64,9 @@ is_number() { # TEXT: whether it is a number above 0
 if [ -n "${LIMIT:-}" ]; then
     is_number "$LIMIT" || refuse "LIMIT is '$LIMIT'; allowed: minutes, a number above 0."
 fi
+if [ -n "${SHIP:-}" ] && ! { mkdir -p "$SHIP" && [ -w "$SHIP" ]; } 2>/dev/null; then
+    refuse "SHIP is '$SHIP', a folder that cannot be made or written; name another one."
+fi
 is_number "${SECOND:-20}" || refuse "SECOND is '$SECOND'; allowed: a number above 0, or nothing."
 if [ -n "${LIMIT:-}" ] && [ -n "${SECOND:-}" ]; then
     refuse "LIMIT and SECOND exclude each other: a limit is shared out by the first pass."
@@ -244,20 +247,24 @@ for method in $METHODS; do
             continue
         fi
         rm -f "$done/second-$method" # of older weights
-        ship "$method"
         touch "$done/train-$method"
     fi
-    if [ -z "${SECOND:-}" ] || [ -e "$done/second-$method" ]; then continue; fi
-    # These two are models of their own, which nothing starts from.
-    case "$method" in draft_model | medusa2) continue ;; esac
-    if train_one "$method" "$SECOND" "$OUT/second/$method" "$@" \
-        --start-from "$OUT/drafters/$method" --draft-vocab-size 10240 \
-        --set optimizer.learning_rate=2e-3; then
-        touch "$done/second-$method"
-        ship "$method"
-    else
-        unfinished="$unfinished $method"
-    fi
+    # draft_model and medusa2 are models of their own, which nothing starts from.
+    case "${SECOND:+$method}" in
+    "" | draft_model | medusa2) ;;
+    *)
+        if [ -e "$done/second-$method" ]; then
+            :
+        elif train_one "$method" "$SECOND" "$OUT/second/$method" "$@" \
+            --start-from "$OUT/drafters/$method" --draft-vocab-size 10240 \
+            --set optimizer.learning_rate=2e-3; then
+            touch "$done/second-$method"
+        else
+            unfinished="$unfinished $method"
+        fi
+        ;;
+    esac
+    ship "$method"
 done
 echo "== drafters are in $OUT/drafters; compare them with"
 echo "$FORESPEAK compare --drafters $OUT/drafters --prompts PROMPTS.jsonl --max-new-tokens 128"

@@ -85,7 +85,7 @@ def test_each_of_a_cascade_has_its_own():
         ("eagle3:5", {"num_speculative_tokens": 4}, "num_speculative_tokens=4 has no effect"),
         ("eagle2:30", {"node_budget": 31}, "node_budget=31 has no effect"),
         ("eagle3:chain", {"builder": "dynamic_tree"}, "builder=dynamic_tree has no effect"),
-        ("eagle3:ddtree", {}, "Builder of eagle3 'ddtree' is not known; allowed: chain"),
+        ("eagle3:ddtree", {}, "Method eagle3 does not take builder ddtree; allowed: chain"),
         ("eagle3:dynamic-tree", {}, "Did you mean 'dynamic_tree'"),
         ("ngram+eagle3:dynamic_tree", {"builder": "chain"}, "builder=chain has no effect"),
         ("ngram:7+eagle3:1", {"num_speculative_tokens": 7}, "num_speculative_tokens=7 has no"),

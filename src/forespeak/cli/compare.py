@@ -123,6 +123,8 @@ def check_record(path: Path) -> None:
         raise OptionError(f"{path} lies in a folder that is not there; name another file.")
     if path.is_dir():
         raise OptionError(f"{path} is a folder; name a file.")
+    if path.exists() and not path.is_file():
+        raise OptionError(f"{path} is no file but a device or a pipe; name a file.")
     if not os.access(path.parent, os.W_OK):
         raise OptionError(f"{path} lies in a folder that cannot be written; name another file.")
 
@@ -136,7 +138,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
     from forespeak.train.atomic import write_json_whole
 
     try:
-        write_json_whole(path, record)
+        write_json_whole(path.resolve(), record)  # a link stays a link
     except OSError as error:
         raise OptionError(f"{path} cannot be written ({error.strerror}).") from None
 

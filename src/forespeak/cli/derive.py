@@ -9,7 +9,9 @@ from typer import Argument, Option
 
 from forespeak.cli import consoles
 from forespeak.cli.options import OutputOptions
-from forespeak.errors import OptionError
+from forespeak.errors import OptionError, shown
+
+_MOST_DIGITS = 9
 
 
 def derive(
@@ -50,19 +52,20 @@ def derive(
     if not out.parent.is_dir():
         raise OptionError(f"There is no folder {out.parent}; make it, or name another file.")
     from forespeak.models.loading import load_checkpoint
-    from forespeak.train.derive import Source, check_kinds
+    from forespeak.train.derive import NEEDS, Source, check_kinds
     from forespeak.train.derive import derive as derived
     from forespeak.train.dialogues import read_dialogues, read_manifest
     from forespeak.train.journal import to_line, write_lines
 
     check_kinds(wanted)
-    tokenizer = load_checkpoint(target).tokenizer
+    checkpoint = load_checkpoint(target)
+    tokenizer, config = checkpoint.tokenizer, checkpoint.config
     if tokenizer is None:
         raise OptionError(f"{target} has no tokenizer; name the target that wrote the answers.")
     sources = []
     for folder in folders:
         read_manifest(folder).check_target(tokenizer, folder)
-        for one in read_dialogues(folder):
+        for one in read_dialogues(folder, vocab_size=config.vocab_size if config else None):
             for turn, answer in zip(one.turns, one.answers, strict=True):
                 sources.append(Source(turn, tokenizer.decode(answer), one.id))
     made_of = derived(sources, wanted, seed=seed)
@@ -75,17 +78,21 @@ def derive(
         for kind, number in wanted.items():
             there = sum(one.task == kind for one in made_of)
             if there < number:
-                consoles.say(f"Of kind {kind} the answers gave {there} of the {number} asked for.")
+                consoles.say(
+                    f"Of kind {kind} the answers gave {there} of the {number} asked for: it needs "
+                    f"{NEEDS[kind]}, and each text is used a few times at most."
+                )
 
 
 def _numbers(text: str) -> dict[str, int]:
     found = {}
     for part in text.split(","):
         name, equals, number = part.strip().partition("=")
-        if not equals or not number.isdecimal() or int(number) < 1 or name in found:
+        good = number.isdecimal() and len(number) < _MOST_DIGITS and int(number) > 0
+        if not equals or not good or name in found:
             raise OptionError(
-                f"--kinds {text!r} is not KIND=NUMBER joined with commas, each kind once; such as "
-                "summary=300,question=300."
+                f"--kinds {shown(text)} is not KIND=NUMBER joined with commas, each kind once and "
+                "each number from 1 to 99999999; such as summary=300,question=300."
             )
         found[name] = int(number)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from forespeak.drafters.table import MethodEntry
+from forespeak.drafters.table import BUILDER_SETTINGS, MethodEntry
 from forespeak.errors import OptionError, shown, unknown_choice
 
 _BUILDER, _SIZE = re.compile(r"[A-Za-z][A-Za-z_-]*"), re.compile(r"[1-9][0-9]{0,8}")
@@ -65,7 +65,14 @@ def check_part(part: Part, entry: MethodEntry) -> None:
             f"{part.name} drafts nothing, so nothing may stand behind its name; write {part.name}."
         )
     if part.builder is not None and part.builder not in entry.builders:
-        raise OptionError(unknown_choice(f"Builder of {part.name}", part.builder, entry.builders))
+        known = part.builder in BUILDER_SETTINGS
+        raise OptionError(
+            f"Method {part.name} does not take builder {part.builder}; allowed: "
+            f"{', '.join(entry.builders)}."
+            if known
+            else unknown_choice(f"Builder of {part.name}", part.builder, entry.builders)
+            + " Or a size from 1 on."
+        )
 
 
 def _part(text: str) -> Part:
@@ -75,6 +82,6 @@ def _part(text: str) -> Part:
     if rest:
         raise OptionError(
             f"Method {shown(text, 60)} cannot be read; allowed: NAME, NAME:SIZE, NAME:BUILDER "
-            "or NAME:BUILDER:SIZE, such as eagle3:5 or medusa:static_tree:32, joined with +."
+            "or NAME:BUILDER:SIZE with a size from 1 on, such as eagle3:5 or medusa:static_tree:32."
         )
     return Part(name, builder, None if size is None else int(size))

@@ -57,6 +57,9 @@ def write_text_whole(path: Path, text: str) -> None:
     write_whole(path, lambda part: _put(part, text))
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
 def fill_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let ``fill`` put files into a new folder, then give it its name.
 
@@ -105,7 +108,9 @@ def only_writer(folder: Path) -> Iterator[None]:
     made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
         raise TrainingError(
             f"{folder} cannot be made ({error.strerror}); name another folder."
         ) from None
@@ -162,9 +167,10 @@ def full_disk_said(folder: Path) -> Iterator[None]:
         TrainingError: in place of the system's error.
     """
     try:
-        yield
+        with _one_error_of_full_disks(folder):
+            yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (*_FULL, errno.EROFS):
             raise
         raise TrainingError(
             f"{folder} cannot be written ({error.strerror}); what was there before is whole. Free "
@@ -179,7 +185,7 @@ def _one_error_of_full_disks(folder: Path) -> Iterator[None]:
         yield
     except (RuntimeError, SafetensorError) as error:
         text = str(error)
-        if "No space left" in text or "inline_container" in text:
+        if any(sign in text for sign in ("No space left", "inline_container", "iostream error")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 

@@ -54,12 +54,15 @@ class Identity:
         target, precision: the model, and how it ran.
         data: digest of the texts.
         start: digest of the drafter that it went on from, empty for a fresh one.
+        weights: digest of the target's weights, empty where it is not known; the target's name may
+            then not change.
     """
 
     target: str
     precision: str
     data: str
     start: str = ""
+    weights: str = ""
 
 
 def save_checkpoint(
@@ -121,7 +124,7 @@ def load_checkpoint(
     if progress is None:
         return None
     folder = list_checkpoints(out)[-1]
-    with _damage_said(folder):
+    with damage_said(folder):
         return progress, torch.load(folder / "state.pt", map_location=device, weights_only=True)
 
 
@@ -141,8 +144,8 @@ def check_same_run(out: Path, recipe: Recipe, identity: Identity) -> Progress | 
     if not found:
         return None
     folder = found[-1]
-    values = read_json_object(folder / "progress.json")
-    with _damage_said(folder):
+    with damage_said(folder):
+        values = read_json_object(folder / "progress.json")
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise ValueError(f"format {values['format']!r}, version {values['version']!r}")
         progress: Progress = build(Progress, values["progress"])  # type: ignore[arg-type]
@@ -153,12 +156,17 @@ def check_same_run(out: Path, recipe: Recipe, identity: Identity) -> Progress | 
 
 
 @contextmanager
-def _damage_said(folder: Path) -> Iterator[None]:
+def damage_said(folder: Path) -> Iterator[None]:
+    """What goes wrong with a damaged checkpoint, as one sentence.
+
+    Raises:
+        CheckpointError: in place of what reading it or taking its values up raised.
+    """
     try:
         yield
     except (
         OSError, RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError,
-        pickle.UnpicklingError, OptionError,
+        pickle.UnpicklingError, OptionError, CheckpointError,
     ) as error:  # fmt: skip
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
         raise CheckpointError(
@@ -170,16 +178,30 @@ def _damage_said(folder: Path) -> Iterator[None]:
 def _check_same(
     folder: Path, kept: Recipe, recipe: Recipe, before: Identity, identity: Identity
 ) -> None:
+    if kept.method == recipe.method and before.start != identity.start:
+        raise TrainingError(
+            f"{folder} is of a run that began from another drafter or with another size of its "
+            "vocabulary; give the same --start-from and --draft-vocab-size (or none, if there was "
+            "none), or start in another folder."
+        )
     # What is saved, how often, and by whom the weights are held may change.
     compute = replace(kept.compute, sharded=recipe.compute.sharded)
     different = first_difference(replace(kept, save=recipe.save, compute=compute), recipe)
+    if kept.method != recipe.method:
+        different = f"method, {kept.method}"
     if different is not None:
         raise TrainingError(
             f"{folder} is of a run with another {different}; a run goes on with the same recipe "
             "only (but for its save section). Start in another folder, or put the value back."
         )
+    known = bool(before.weights and identity.weights)
+    if known and before.weights != identity.weights:
+        raise TrainingError(
+            f"{folder} is of a run for a target with other weights than {identity.target} has now; "
+            "put them back, or start in another folder."
+        )
     for name, then, now in (
-        ("target", before.target, identity.target),
+        ("target", before.target, before.target if known else identity.target),
         ("precision of the target", before.precision, identity.precision),
     ):
         if then != now:
@@ -187,17 +209,11 @@ def _check_same(
                 f"{folder} is of a run with another {name} ({then}; now {now}); a run goes on with "
                 "the same one only. Start in another folder."
             )
-    # Of digests, nothing that could be shown would help.
+    # Of a digest, nothing that could be shown would help.
     if before.data != identity.data:
         raise TrainingError(
             f"{folder} is of a run with other dialogues than those of --data; give the same "
             "folders, unchanged and in the same order, or start in another folder."
-        )
-    if before.start != identity.start:
-        raise TrainingError(
-            f"{folder} is of a run that began from another drafter or with another size of its "
-            "vocabulary; give the same --start-from and --draft-vocab-size (or none, if there was "
-            "none), or start in another folder."
         )
 
 

@@ -114,7 +114,7 @@ def derive(sources: Sequence[Source], kinds: Mapping[str, int], *, seed: int = 0
             for number, (name, text) in enumerate(itertools.islice(made, count))
         ]
     if not found:
-        needs = "; ".join(f"{kind} needs {_NEEDS[kind]}" for kind in kinds)
+        needs = "; ".join(f"{kind} needs {NEEDS[kind]}" for kind in kinds)
         raise DataError(
             f"The dialogues hold nothing to make such prompts of: {needs}. Give longer answers, or "
             "other kinds with --kinds."
@@ -216,7 +216,7 @@ KINDS: Mapping[str, Callable[..., Iterator[tuple[str, str]]]] = {
 }
 """(sources, draw) -> what is added to the id, and the prompt."""
 
-_NEEDS = {
+NEEDS = {
     "summary": f"answers of {_MIN_WORDS} words or more",
     "rewriting": f"answers of {_MIN_WORDS} words or more",
     "question": f"questions of one line with answers of {_MIN_WORDS} words or more",

@@ -83,7 +83,7 @@ def plan_cache(
     free = shutil.disk_usage(existing).free
     if missing > free:
         raise OptionError(
-            f"The features take {missing / 1e9:.2f} GB and {existing} has {free / 1e9:.2f} GB "
+            f"The features take {missing / 1e6:,.1f} MB and {existing} has {free / 1e6:,.1f} MB "
             'free; free some space, use fewer or shorter texts, or data.features="live".'
         )
     return CachePlan(done, len(texts), missing, each)

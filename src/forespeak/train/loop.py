@@ -23,12 +23,20 @@ import torch
 
 from forespeak.errors import TrainingError
 from forespeak.train.batches import Collator, Group, Order, drawing
-from forespeak.train.checkpoints import Identity, Progress, load_checkpoint, save_checkpoint
+from forespeak.train.checkpoints import (
+    Identity,
+    Progress,
+    damage_said,
+    list_checkpoints,
+    load_checkpoint,
+    save_checkpoint,
+)
 from forespeak.train.devices import Devices, OneProcess
 from forespeak.train.objective import Batch, Loss, Objective
 from forespeak.train.optimizer import Optimizer, rate_at
 from forespeak.train.recipe import Recipe
 from forespeak.train.step_log import StepLog, read_log
+from forespeak.train.sums import Sums
 
 Ending = Literal["complete", "time", "signal"]
 
@@ -222,15 +230,18 @@ class _Run:
     def _taken_up(self) -> tuple[Progress, Optimizer]:
         job, network = self._job, self._job.objective.network
         found = load_checkpoint(job.out, job.recipe, job.identity, job.device)
+        progress, state = found or (Progress(), None)
+        newest = [job.out, *list_checkpoints(job.out)][-1]
         job.devices.wait()
-        if found is not None:
-            network.load_state_dict(found[1]["network"])
+        with damage_said(newest):
+            if state is not None:
+                network.load_state_dict(state["network"])
         job.devices.wrap(job.objective)
         optimizer = Optimizer(network, job.recipe.optimizer, job.objective.rates)
-        if found is None:
-            return Progress(), optimizer
-        optimizer.load(found[1]["optimizer"], job.devices.shards)
-        return found[0], optimizer
+        with damage_said(newest):
+            if state is not None:
+                optimizer.load(state["optimizer"], job.devices.shards)
+        return progress, optimizer
 
     def _early_end(self) -> Ending | None:
         """Whether to end before the next step; all processes must agree."""
@@ -276,9 +287,9 @@ class _Run:
         self._tell(report)
         return report
 
-    def _add_up(self, groups: Sequence[Group]) -> _Sums:
+    def _add_up(self, groups: Sequence[Group]) -> Sums:
         """Run this process's micro-batches; gradients are of the sum of loss * weight."""
-        job, sums = self._job, _Sums()
+        job, sums = self._job, Sums()
         job.objective.network.train()
         for number in range(job.devices.rank, len(groups), job.devices.count):
             generator = drawing(job.recipe.seed, self._progress.step, number)
@@ -292,9 +303,9 @@ class _Run:
             sums.add(replace(spare, total=torch.zeros(()), weight=0.0))
         return sums if sums.names else self._no_sums(groups)
 
-    def _no_sums(self, groups: Sequence[Group]) -> _Sums:
+    def _no_sums(self, groups: Sequence[Group]) -> Sums:
         """Of a process that has no micro-batch in this step: the names of the others' parts."""
-        sums = _Sums()
+        sums = Sums()
         with torch.no_grad():
             batch = self._job.collator.batch(groups[0])
             generator = drawing(self._job.recipe.seed, self._progress.step, 0)
@@ -363,7 +374,7 @@ class _Run:
         """Loss and acceptance length on the texts held out."""
         if not self._job.held_out or not (self._main or self._job.devices.together):
             return None
-        sums = _Sums()
+        sums = Sums()
         self._job.objective.network.eval()
         with torch.no_grad():
             for batch, generator in held_out_batches(self._job):
@@ -375,22 +386,3 @@ class _Run:
         if self._log is not None:
             self._log.write({"kind": "held_out", "step": self._progress.step} | found)
         return found
-
-
-class _Sums:
-    """Sums of loss, weight, acceptance length and parts over micro-batches, each times weight."""
-
-    def __init__(self) -> None:
-        self.names: tuple[str, ...] = ()
-        self.sums = [0.0, 0.0, 0.0]
-
-    def add(self, loss: Loss) -> None:
-        if not self.names:
-            self.names = tuple(loss.parts)
-            self.sums += [0.0] * len(self.names)
-        if loss.weight <= 0:
-            return
-        values = [float(loss.total.detach()), 1.0, loss.acceptance_length]
-        values += [loss.parts[name] for name in self.names]
-        for place, value in enumerate(values):
-            self.sums[place] += value * loss.weight

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forespeak.models.sources import resolve
 from forespeak.train.dialogues import Sample
 
+_PIECES, _PIECE_BYTES = 256, 4096  # of a weight file
 _PACKAGES = ("forespeak", "torch", "transformers", "numpy", "numba", "accelerate")
 
 
@@ -50,6 +52,28 @@ def digest_files(files: Sequence[Path]) -> str:
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def digest_target(name: str) -> str:
+    """sha256 over pieces of a target's weight files, evenly taken; empty where there are none.
+
+    Enough to tell weights that were trained on from those before, of models of any size.
+
+    Args:
+        name: as a user gives it, of a model that is on this machine.
+    """
+    path = resolve(name).path
+    kinds = ("*.safetensors", "*.bin")
+    files = [path] if path.is_file() else sorted(f for kind in kinds for f in path.glob(kind))
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with file.open("rb") as stream:
+            for piece in range(_PIECES):
+                stream.seek(size * piece // _PIECES)
+                digest.update(stream.read(_PIECE_BYTES))
+    return digest.hexdigest() if files else ""
 
 
 def digest_samples(samples: Sequence[Sample]) -> str:

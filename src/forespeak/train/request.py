@@ -110,8 +110,14 @@ def check_request(request: Request) -> None:
         beginning(request.start_from)  # damaged records are said now and not after the training
     if os.environ.get("RANK", "0") != "0":
         return  # the first of several processes looks, before it writes
+    started = bool(list_checkpoints(out))
+    if request.resume and not started and (out / "config.json").exists():
+        raise OptionError(
+            f"{out} holds a model and no checkpoint of a run that could go on, and would be "
+            "written over; name a new folder with --out. To train a drafter further: --start-from."
+        )
     if not request.resume and out.is_dir() and any(out.iterdir()):
-        what = "a run" if list_checkpoints(out) else "other files"
+        what = "a run" if started else "other files"
         raise OptionError(
             f"{out} holds {what} already; go on with it by --resume, or name a new folder."
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from forespeak.errors import DataError, OptionError
-from forespeak.train.atomic import only_writer
+from forespeak.train.atomic import only_writer, remove_parts
 from forespeak.train.batches import Collator, Order, TextSet, select_texts
 from forespeak.train.beginning import digest_start, fresh_start, start_from
 from forespeak.train.card import beginning
@@ -24,7 +24,7 @@ from forespeak.train.feature_cache import CachedFeatures, CachePlan, plan_cache,
 from forespeak.train.features import FeatureSource, LiveFeatures, Needs
 from forespeak.train.loop import Ending, Job, Outcome, Stop, held_out_batches, train
 from forespeak.train.objective import Objective, make_objective
-from forespeak.train.provenance import digest_samples, provenance
+from forespeak.train.provenance import digest_samples, digest_target, provenance
 from forespeak.train.recipe import Recipe
 from forespeak.train.rendered import read_rendered
 from forespeak.train.request import Request, Watchers, check_request, objective_settings
@@ -131,6 +131,7 @@ def _train(
     outcome = train(job, deadline=deadline, on_step=watchers.on_step, stop=stop)
     if devices.rank or not outcome.progress.step:
         return Trained(outcome, outcome.ending, [], count, None)
+    remove_parts(request.out)  # of a process that was killed here
     measured = objective.calibrate(held_out_batches(job))
     if measured.get("calibration"):
         measured["calibration"]["texts"] = "the held-out texts"
@@ -138,7 +139,7 @@ def _train(
         request.out, objective, recipe, target.name, target.model.dtype_name, outcome, figures,
         {**job.provenance, **measured}, target.tokenizer,
     )  # fmt: skip
-    return Trained(outcome, outcome.ending, files, count, plot_log(request.out))
+    return Trained(outcome, outcome.ending, files, count, _picture(request.out, watchers))
 
 
 def cache_features(
@@ -281,6 +282,15 @@ def _stopper(stop: Stop, deadline: float | None) -> Callable[[], bool]:
     return lambda: stop.wanted or (deadline is not None and time.monotonic() > deadline)
 
 
+def _picture(out: Path, watchers: Watchers) -> Path | None:
+    """The plot, which a drafter does without."""
+    try:
+        return plot_log(out)
+    except OSError as error:
+        watchers.note(f"The log could not be drawn ({error.strerror}); the drafter is whole.")
+        return None
+
+
 def _nothing_held_out(recipe: Recipe, objective: Objective) -> str:
     lost = "nothing is measured on texts that are not trained on"
     if getattr(objective.config, "confidence_head", False):
@@ -293,7 +303,8 @@ def _nothing_held_out(recipe: Recipe, objective: Objective) -> str:
 
 def _identity(request: Request, target: TrainingTarget, figures: DataFigures) -> Identity:
     start = digest_start(request.start_from, request.draft_vocab_size)
-    return Identity(target.name, target.model.dtype_name, figures.digest, start)
+    weights = digest_target(request.target)
+    return Identity(target.name, target.model.dtype_name, figures.digest, start, weights)
 
 
 def _job(
