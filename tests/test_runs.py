@@ -117,6 +117,21 @@ def test_a_second_pass_goes_on_from_the_first_and_is_what_is_shipped(place: Path
     assert trained(calls(place)) == []
 
 
+def test_a_bad_ship_is_refused_before_anything_is_trained(place: Path):
+    (place / "file").touch()
+    done = run(place, SHIP=str(place / "file" / "x"), SECOND="7")
+    assert done.returncode == 2 and "SHIP is" in done.stderr
+    assert not (place / "calls").exists()
+    for wrong in ({"SECOND": "abc"}, {"SECOND": "7", "LIMIT": "8"}):
+        assert run(place, **wrong).returncode == 2
+
+
+def test_what_was_made_before_is_shipped_later(place: Path):
+    assert run(place, METHODS="medusa").returncode == 0
+    assert run(place, METHODS="medusa", SHIP=str(place / "ship")).returncode == 0
+    assert (place / "ship" / "medusa" / "config.json").is_file()
+
+
 def test_what_was_stopped_by_hand_stops_all(place: Path):
     done = run(place, FAIL="smollm2/mtp", CODE="130", DEVICE="cuda")
     assert done.returncode == 130

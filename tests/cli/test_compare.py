@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,18 @@ def test_a_record_says_how_to_make_it_again(forespeak: Command, file: str, tmp_p
     assert made["settings"]["draft_model:2"]["drafter"] == "truncate:4"
     assert "torch" in made["measured"]["versions"] and made["measured"]["machine"]
     assert str(tmp_path) not in record.read_text("utf-8")
+
+
+def test_a_record_goes_into_files_only(forespeak: Command, file: str, tmp_path: Path):
+    given = ("compare", "--prompts", file, "--methods", "ngram", "--max-new-tokens", "3")
+    os.mkfifo(tmp_path / "pipe")
+    refused = forespeak(*given, "--record", str(tmp_path / "pipe"))
+    assert refused.code == 2 and "a device or a pipe" in refused.err
+    (tmp_path / "real.json").write_text("{}")
+    (tmp_path / "link.json").symlink_to(tmp_path / "real.json")
+    assert forespeak(*given, "--record", str(tmp_path / "link.json")).code == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert "rows" in json.loads((tmp_path / "real.json").read_text("utf-8"))
 
 
 def test_all_drafts_with_a_cut_of_the_target_where_no_drafter_was_named(

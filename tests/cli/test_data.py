@@ -239,11 +239,19 @@ def test_prompts_of_answers(run: Run, tmp_path: Path, prompts: Path, target: str
     done = run(*given, "--kinds", "summary=2,translation=1")
     assert done.code == 2 and "hold nothing to make such prompts of: summary needs" in done.err
     assert not out.exists()
-    for kinds in ("summary", "summary=x", "summary=0", "summary=1,"):
+    many = ("summary=99999999999", f"summary={5000 * '9'}")
+    for kinds in ("summary", "summary=x", "summary=0", "summary=1,", *many):
         done = run(*given, "--kinds", kinds)
         assert done.code == 2 and "is not KIND=NUMBER" in done.err
     done = run("derive", folder)
     assert done.code == 2 and "with --out FILE" in done.err
+    file = folder / "dialogues.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["answers"][0][0] = 2**40
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = run(*given, "--kinds", "translation=1")
+    assert done.code == 2 and not out.exists()
 
 
 def test_no_dialogue_at_all(run: Run, tmp_path: Path):

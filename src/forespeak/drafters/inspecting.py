@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
 from forespeak.errors import CheckpointError, DrafterError, ModelError
 from forespeak.formats.drafters import D2T, T2D, DrafterCheckpoint, check_fits, read_drafter
+from forespeak.formats.weights import read_json_object
 from forespeak.models.config import ModelConfig
 from forespeak.models.loading import load_checkpoint
 from forespeak.models.sources import resolve
@@ -82,10 +84,21 @@ def inspect_drafter(name: str, target: str | None = None) -> Inspection:
         dtypes=tuple(sorted({str(t).removeprefix("torch.") for t in weights})),
         facts=config.facts(),
         context_bytes=config.context_values * itemsize,
-        target=_named_target(files.config),
+        target=_named_target(files.config) or _trained_for(checkpoint.origin),
         notes=checkpoint.notes,
         problems=tuple(problems),
     )
+
+
+def _trained_for(folder: Path) -> str | None:
+    """What the provenance says that `forespeak train` wrote, where it can be read."""
+    if not (folder / "provenance.json").is_file():
+        return None
+    try:
+        target = read_json_object(folder / "provenance.json").get("target")
+    except CheckpointError:
+        return None
+    return target if isinstance(target, str) else None
 
 
 def target_config(name: str) -> ModelConfig:

@@ -209,6 +209,11 @@ def read_manifest(folder: Path) -> Manifest:
         DataError: there is none, or it is broken or of another version.
     """
     path = folder / MANIFEST
+    if folder.is_file():
+        raise DataError(
+            f"{folder} is a file, and dialogues lie in a folder. Let the target answer a prompt "
+            "file by `forespeak data generate`, unpack a packed file by `forespeak data unpack`."
+        )
     try:
         values = json.loads(path.read_bytes())
     except FileNotFoundError:
